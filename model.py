@@ -1,0 +1,456 @@
+"""Qwen3, Qwen3-MoE and Llama-type decoders, and the KV cache they run on.
+
+One skeleton serves all three: QK-norm, biases, a tied head and expert MLPs are facts of config.json.  Parameter names are the
+checkpoint's, so loading is a loop.  The attention is an argument of the forward pass, `attention(layer, q, k, v) -> out`: this
+file rotates queries and keys and projects the result, and what is cached and which part of it is read is the caller's business
+(`sfi.py`).  Sources: the Qwen3 report (arXiv 2505.09388), RoPE (2104.09864), YaRN (2309.00071), and the published checkpoints.
+
+Letters, here and in every file (METHOD is the Slow-Fast Inference paper, arXiv 2603.12038):
+    B rows of the batch   T new tokens    S cached tokens    L layers       C hidden_size   V vocabulary   D head_dim
+    H query heads         K KV heads      G = H/K, and query head h = k*G + g reads KV head k
+    N selected tokens     W evidence queries                 R = G*W evidence rows of one KV head
+Read next: `selector.py`, then `sfi.py`.
+"""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this processor multiplies bfloat16 itself; without, PyTorch's CPU products in it are several times slower."""
+    has = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
+
+
+CPU_HAS_BF16 = cpu_has_bf16()
+
+
+# ---- blueprint -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: `default`, or `yarn` (arXiv 2309.00071), which stretches `original` positions by `factor`."""
+
+    theta: float
+    type: str = "default"
+    factor: float = 1.0
+    original: int = 0  # positions the model was trained on, before stretching
+    attention_factor: float = 1.0  # cos and sin are multiplied by it, hence q.k by its square
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What config.json says, under its names; `from_dict` refuses by name whatever this file does not compute."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int  # of the checkpoint; `max_positions` counts what YaRN adds
+    rope: RopeConfig
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    dtype: str = "float32"  # of the checkpoint
+    num_experts: int = 0  # 0: every MLP is dense
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple = ()
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.model_type != "llama"
+
+    @property
+    def max_positions(self) -> int:
+        """Positions the model can serve: factor * original under YaRN."""
+        return round(self.rope.factor * self.rope.original) if self.rope.type == "yarn" else self.max_position_embeddings
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer's MLP is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of K and V that one token adds to the cache, all layers together."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * dtype.itemsize
+
+    @classmethod
+    def from_dict(cls, c: dict) -> "ModelConfig":
+        """Check a parsed config.json and keep what the model needs; ValueError names the key, its value and what is allowed."""
+
+        def need(key):
+            if c.get(key) is None:
+                raise ValueError(f"config.json has no {key}; it is needed, so fetch the checkpoint's own config.json")
+            return c[key]
+
+        def refuse(key, allowed):
+            raise ValueError(f"config.json has {key} = {json.dumps(c.get(key))}; this loader supports {allowed}")
+
+        kind = need("model_type")
+        if kind not in MODEL_TYPES:
+            refuse("model_type", "/".join(MODEL_TYPES) + ": choose such a checkpoint")
+        if c.get("quantization_config"):
+            refuse("quantization_config", "none: choose an unquantized checkpoint (bf16, fp16 or fp32)")
+        if c.get("use_sliding_window") or "sliding_attention" in (c.get("layer_types") or ()):
+            key = "use_sliding_window" if c.get("use_sliding_window") else "layer_types"
+            refuse(key, "full attention in every layer: sliding-window attention is not computed here")
+        if c.get("hidden_act", "silu") != "silu":
+            refuse("hidden_act", "silu")
+        heads, kv_heads = need("num_attention_heads"), c.get("num_key_value_heads") or need("num_attention_heads")
+        if heads % kv_heads:
+            refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+        moe = {}
+        if kind == "qwen3_moe":
+            keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+            moe = {key: need(key) for key in keys} | {"norm_topk_prob": bool(c.get("norm_topk_prob", False))}
+            moe |= {"decoder_sparse_step": c.get("decoder_sparse_step", 1)}
+            moe |= {"mlp_only_layers": tuple(c.get("mlp_only_layers") or ())}
+        return cls(
+            model_type=kind,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=c.get("head_dim") or need("hidden_size") // heads,
+            rope=rope_config(c),
+            tie_word_embeddings=bool(c.get("tie_word_embeddings", False)),
+            attention_bias=bool(c.get("attention_bias", False)),
+            mlp_bias=bool(c.get("mlp_bias", False)),
+            dtype=str(c.get("dtype") or c.get("torch_dtype") or "float32"),
+            **{key: need(key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
+            **{key: need(key) for key in ("rms_norm_eps", "max_position_embeddings")},
+            **moe,
+        )
+
+
+def rope_config(c: dict) -> RopeConfig:
+    """RoPE facts from either spelling: `rope_theta` + `rope_scaling`, or both inside `rope_parameters` (newer transformers)."""
+    r = dict(c.get("rope_scaling") or {}) | dict(c.get("rope_parameters") or {})
+    theta, kind = r.get("rope_theta", c.get("rope_theta")), r.get("rope_type") or r.get("type") or "default"
+    if theta is None:
+        raise ValueError("config.json has no rope_theta, at the top or under rope_parameters; it has no safe default, so add it")
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"config.json has rope type {kind!r}; this loader supports 'default' and 'yarn'")
+    if c.get("partial_rotary_factor", r.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("config.json has a partial_rotary_factor; this loader rotates whole heads only")
+    if kind == "default":
+        return RopeConfig(theta)
+    original = r.get("original_max_position_embeddings") or c["max_position_embeddings"]
+    factor = r.get("factor") or c["max_position_embeddings"] / original
+    scale = r.get("attention_factor") or yarn_scale(factor, r.get("mscale"), r.get("mscale_all_dim"))
+    return RopeConfig(
+        theta, "yarn", factor, original, scale, r.get("beta_fast") or 32.0, r.get("beta_slow") or 1.0, r.get("truncate", True)
+    )
+
+
+def yarn_scale(factor, mscale=None, mscale_all_dim=None) -> float:
+    """YaRN's attention factor: 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), or the ratio of two where a checkpoint weighs it."""
+    scale = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0  # noqa: E731
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+
+
+def with_yarn(config: ModelConfig, factor: float) -> ModelConfig:
+    """The same model with its trained positions stretched by `factor`.
+
+    Qwen3's 40960 positions are 32768 to read plus 8192 to answer; its model cards stretch the 32768.
+    """
+    if not 1.0 < factor < math.inf:
+        raise ValueError(f"yarn = {factor}; allowed is a factor above 1, such as 4 for Qwen3 at 131072 positions")
+    reserved = config.qk_norm and config.max_position_embeddings == 40960
+    original = config.rope.original or (32768 if reserved else config.max_position_embeddings)
+    rope = RopeConfig(config.rope.theta, "yarn", factor, original, yarn_scale(factor))
+    return replace(config, rope=rope)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Angle per position of each rotated pair, (D/2,) fp32.
+
+    YaRN keeps the pairs that turn more than beta_fast times within the original positions, divides by `factor` those that turn
+    less than beta_slow times, and blends linearly, by pair number, in between (arXiv 2309.00071, section 3.2).
+    """
+    inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if rope.type == "default":
+        return inv_freq
+    pair = lambda turns: head_dim * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))  # noqa: E731
+    first, last = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    width = last - first or 0.001  # as published: one pair wide, not a division by zero
+    stretched = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / width).clamp(0, 1)
+    return inv_freq * (1 - stretched) + inv_freq / rope.factor * stretched
+
+
+# ---- modules -------------------------------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Linear):
+    def forward(self, x):
+        """x @ weight.T (+ bias), (..., in) -> (..., out), in x's dtype.
+
+        On a processor without bf16 instructions PyTorch's half-precision matrix products run at a fraction of the fp32 ones
+        (measured at 512 rows: 7 times slower).  With several rows it pays to widen the weight for the product; with one the
+        product is bound by reading the weight, and narrow is better.
+        """
+        narrow_cpu = x.device.type == "cpu" and x.dtype != torch.float32 and not CPU_HAS_BF16
+        if narrow_cpu and x.numel() >= 8 * x.shape[-1]:
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+        return F.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+
+    def forward(self, x):
+        """x / rms(x) * weight over the last dimension, in fp32; one rounding at the end (transformers rounds before the weight)."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+def rotate(x, cos, sin):
+    """RoPE by halves: x (B, T, heads, D), cos and sin (B, T, 1, D/2) fp32; pair i is (x[i], x[i + D/2])."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: ModelConfig, layer: int):
+        super().__init__()
+        self.layer, self.head_dim = layer, c.head_dim
+        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, q_size, bias=c.attention_bias)
+        self.k_proj = Linear(c.hidden_size, kv_size, bias=c.attention_bias)
+        self.v_proj = Linear(c.hidden_size, kv_size, bias=c.attention_bias)
+        self.o_proj = Linear(q_size, c.hidden_size, bias=c.attention_bias)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+
+    def forward(self, x, cos, sin, attention):
+        heads = lambda y: y.unflatten(-1, (-1, self.head_dim))  # noqa: E731  (B, T, heads * D) -> (B, T, heads, D)
+        q = rotate(self.q_norm(heads(self.q_proj(x))), cos, sin)  # (B, T, H, D)
+        k = rotate(self.k_norm(heads(self.k_proj(x))), cos, sin)  # (B, T, K, D)
+        out = attention(self.layer, q, k, heads(self.v_proj(x)))  # (B, T, H, D)
+        return self.o_proj(out.flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden_size, width, bias=False):
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, width, bias=bias)
+        self.up_proj = Linear(hidden_size, width, bias=bias)
+        self.down_proj = Linear(width, hidden_size, bias=bias)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nn.Module):
+    """Mixture of experts: each token goes through num_experts_per_tok of the MLPs, weighted by the router's softmax (fp32)."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.top_k, self.norm_topk_prob = c.num_experts_per_tok, c.norm_topk_prob
+        self.gate = Linear(c.hidden_size, c.num_experts, bias=False)
+        self.experts = nn.ModuleList(MLP(c.hidden_size, c.moe_intermediate_size) for _ in range(c.num_experts))
+
+    def forward(self, x):
+        tokens = x.flatten(0, -2)  # (B*T, C)
+        weight, chosen = torch.softmax(self.gate(tokens).float(), dim=-1).topk(self.top_k)  # (B*T, top_k) both
+        if self.norm_topk_prob:
+            weight = weight / weight.sum(dim=-1, keepdim=True)
+        out = torch.zeros_like(tokens)
+        for e in chosen.unique().tolist():
+            row, place = (chosen == e).nonzero(as_tuple=True)
+            out.index_add_(0, row, self.experts[e](tokens[row]) * weight[row, place, None].to(x.dtype))
+        return out.view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, c: ModelConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c, layer)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.mlp = Experts(c) if c.is_sparse(layer) else MLP(c.hidden_size, c.intermediate_size, c.mlp_bias)
+
+    def forward(self, x, cos, sin, attention):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Model(nn.Module):
+    """A decoder.  Build it with `load`, or on the meta device to count its parameters."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.config = c
+        blocks = nn.ModuleList(Block(c, layer) for layer in range(c.num_hidden_layers))
+        norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        embed = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.model = nn.ModuleDict({"embed_tokens": embed, "layers": blocks, "norm": norm})
+        if not c.tie_word_embeddings:
+            self.lm_head = Linear(c.hidden_size, c.vocab_size, bias=False)
+        self.register_buffer("inv_freq", inverse_frequencies(c.rope, c.head_dim), persistent=False)
+
+    @torch.inference_mode()
+    def forward(self, tokens, positions, attention, n_logits=1):
+        """Logits (B, n_logits, V) fp32 of the last n_logits of tokens (B, T) at absolute positions (B, T), both int64."""
+        angle = positions[..., None, None].float() * self.inv_freq  # (B, T, 1, D/2)
+        scale = self.config.rope.attention_factor
+        cos, sin = angle.cos() * scale, angle.sin() * scale
+        x = self.model["embed_tokens"](tokens)  # (B, T, C)
+        for block in self.model["layers"]:
+            x = block(x, cos, sin, attention)
+        x = self.model["norm"](x[:, x.shape[1] - n_logits :])  # (B, n_logits, C)
+        head = self.model["embed_tokens"] if self.config.tie_word_embeddings else self.lm_head
+        return F.linear(x, head.weight).float()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model["embed_tokens"].weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model["embed_tokens"].weight.device
+
+
+# ---- KV cache ------------------------------------------------------------------------------------------------------------------
+
+
+class KVCache:
+    """Keys and values of every layer, head and row: k and v, (L, B, K, slots, D) each, one allocation for K and one for V.
+
+    Keys are cached after QK-norm and RoPE.  Memory is left as the allocator gives it: a slot has no value before it is written.
+    """
+
+    def __init__(self, c: ModelConfig, batch: int, slots: int, dtype: torch.dtype, device):
+        shape = (c.num_hidden_layers, batch, c.num_key_value_heads, slots, c.head_dim)
+        self.k, self.v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+
+
+def attend(q, K, V, start, length, n_scores=0):
+    """Causal attention of each row over its own span of slots: the reference, and on a CPU the fast way too.
+
+    q (B, T, H, D); K, V (B, K, slots, D) of one layer; start, length (B,) int64.  Row b reads slots [start, start + length), the
+    last T of which are its own tokens: query t sees length - T + t + 1 of them.  A row of length 0 gives zeros.
+    Returns out (B, T, H, D), and, if n_scores > 0, one (K, G * n_scores, length) fp32 tensor a row with the scaled scores
+    q.k / sqrt(D) of the last n_scores queries, evidence row g * n_scores + w (rounded to the cache dtype; not masked).
+
+    The G query heads of a KV head become the rows of one product, so K and V are read once, not G times.  The lengths are read on
+    the host: nothing on a CPU, one wait a layer on a GPU.
+    """
+    B, T, H, D = q.shape
+    n_kv = K.shape[1]
+    out, scores = torch.zeros_like(q), []
+    for b, (first, n) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
+        if n == 0:
+            scores.append(q.new_zeros((n_kv, H // n_kv * n_scores, 0), dtype=torch.float32))
+            continue
+        keys, values = K[b, :, first : first + n], V[b, :, first : first + n]  # (K, n, D)
+        queries = q[b].unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3)  # (K, G, T, D)
+        mask = None if T == 1 else torch.ones(T, n, dtype=torch.bool, device=q.device).tril(n - T).repeat(H // n_kv, 1)
+        o = F.scaled_dot_product_attention(queries.flatten(1, 2)[None], keys[None], values[None], attn_mask=mask)
+        out[b] = o[0].unflatten(1, (-1, T)).permute(2, 0, 1, 3).flatten(1, 2)  # (T, H, D)
+        if n_scores:
+            last = queries[:, :, T - n_scores :].flatten(1, 2)  # (K, G * n_scores, D)
+            # The long side first: several times faster on a CPU than (few rows) x (many columns).
+            scores.append(torch.matmul(keys, last.transpose(1, 2)).transpose(1, 2).float() * D**-0.5)
+    return out, scores or None
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------------------
+
+
+def shard_files(folder: Path) -> dict[Path, list[str]]:
+    """The safetensors files of a checkpoint and the tensors promised in each ([] where there is no index)."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        if not (folder / "model.safetensors").exists():
+            found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+            raise ValueError(f"{folder} has no model.safetensors and no index of several (found: {found}); convert it to safetensors")
+        return {folder / "model.safetensors": []}
+    shards = {}
+    for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+        shards.setdefault(folder / file, []).append(name)
+    for file in shards:
+        if not file.exists():
+            raise ValueError(f"{index.name} names {file.name}, which is not in {folder}; fetch the checkpoint again")
+    return shards
+
+
+def read_tensors(folder: Path):
+    """Yield (name, tensor) over all files of a checkpoint; the tensors are memory-mapped and cost nothing until they are read.
+
+    A mapping counts as used memory while any of its tensors lives.  A few tensors share one, so whoever converts as it goes
+    never holds much more than the converted copy.
+    """
+    for file, promised in shard_files(folder).items():
+        try:
+            with safe_open(file, "pt") as f:
+                names = list(f.keys())
+            if missing := set(promised) - set(names):
+                raise ValueError(f"{file.name} lacks {min(missing)}, which the index promises; fetch the checkpoint again")
+            for i in range(0, len(names), 32):
+                with safe_open(file, "pt") as f:
+                    for name in names[i : i + 32]:
+                        yield name, f.get_tensor(name)
+        except SafetensorError as e:
+            raise ValueError(f"{file} is not a readable safetensors file ({e}); fetch the checkpoint again") from None
+
+
+def load(folder, config: ModelConfig, dtype: torch.dtype | None = None, device="cpu") -> Model:
+    """Read a checkpoint folder into a Model of `dtype` (None: the checkpoint's own) on `device`.
+
+    Strict: every tensor is consumed, every parameter filled, every shape compared; ValueError names the tensor.  Peak memory is
+    about one copy of the weights: where dtype and device are the checkpoint's, the parameters are the mapped file itself.
+    """
+    folder = Path(folder)
+    if dtype is None and config.dtype not in DTYPES:
+        raise ValueError(f"config.json has dtype {config.dtype!r}; allowed are {', '.join(DTYPES)}: choose one with dtype")
+    dtype = dtype or DTYPES[config.dtype]
+    with torch.device("meta"):
+        model = Model(config)
+    model.inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
+    missing, spare_head = dict(model.named_parameters()), None
+    for name, tensor in read_tensors(folder):
+        if tensor.dtype not in DTYPES.values():
+            raise ValueError(f"{name} is {tensor.dtype}; allowed are {', '.join(DTYPES)}: choose an unquantized checkpoint")
+        if name.endswith("rotary_emb.inv_freq"):
+            continue  # old Llama files carry it; it follows from rope_theta
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            spare_head = tensor
+            continue
+        want = missing.pop(name, None)
+        if want is None:
+            raise ValueError(f"the checkpoint has {name}, for which a {config.model_type} of this config has no place")
+        if want.shape != tensor.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; config.json asks for {tuple(want.shape)}")
+        module, _, leaf = name.rpartition(".")
+        parameter = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+        model.get_submodule(module)._parameters[leaf] = parameter
+    if missing:
+        raise ValueError(f"the checkpoint lacks {', '.join(list(missing)[:3])} ({len(missing)} in all); fetch it again")
+    if spare_head is not None and not torch.equal(spare_head.to(device, dtype), model.model["embed_tokens"].weight):
+        raise ValueError("lm_head.weight differs from the embedding although tie_word_embeddings is true; set it to false")
+    return model.eval()

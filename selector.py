@@ -1,0 +1,132 @@
+"""The Selector: which cached tokens the next fast steps may read.
+
+A slow step's attention scores are the evidence; each KV head of each layer and row gets its own N positions.  Two selectors
+share one signature: `paper`, the Slow-Fast Inference paper's (arXiv 2603.12038), and `span`, ours, which also keeps whole blocks,
+because copying walks along neighbours.  Everything is in fp32 and in the log domain.  Letters: see `model.py`; M is the number of
+candidates, the positions n_sink .. n_sink + M - 1.  Read next: `sfi.py`.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+ALPHA = 0.5  # power mean over evidence rows
+NORM_WEIGHT, PRIOR_WEIGHT, END_WEIGHT = 0.5, 0.7, 0.4
+PRIOR_POWER, BETA = 1.8, -math.log(0.6) / 0.9
+MAX_FUSION = {1: 0.35}  # largest weight of the prior, by evidence rows; OTHER_FUSION for any other number
+OTHER_FUSION = 0.25
+NMS_RADIUS = 16  # tokens to either side
+HEAD_TEMPERATURE, HEAD_WEIGHT = 2.0, 0.85
+BLOCK = 32  # tokens of a span
+TINY = 1e-12
+
+STEPS = ("power_mean", "prior", "nms", "exclusive")  # of `paper`; each can be switched off
+
+
+def select(scores, key_norm, n, cfg):
+    """Choose n of the M candidates for every KV head of one layer and row.
+
+    scores (K, R, M) fp32, the scaled q.k of R evidence rows over the candidates; key_norm (K, M) fp32; n < M or n = M.
+    cfg has n_sink, selector, paper_steps and fusion (`sfi.SFIConfig`).  Returns positions (K, n) int64, ascending, unique.
+    """
+    if n > scores.shape[-1]:
+        raise ValueError(f"cannot select n = {n} of {scores.shape[-1]} candidates; ask for at most that many")
+    log_p = scores.float().log_softmax(-1)  # (K, R, M): softmax over the candidates alone
+    log_s = span(log_p, n, cfg.n_sink) if cfg.selector == "span" else paper(log_p, key_norm, cfg.paper_steps, cfg.fusion)
+    return top_n(log_s, n) + cfg.n_sink
+
+
+def top_n(score, n):
+    """Indices (K, n) of each row's n largest scores (K, M), ascending; equal scores go to the lower index."""
+    if n == 0:
+        return score.new_empty((score.shape[0], 0), dtype=torch.int64)
+    threshold = score.topk(n).values[:, -1:]  # (K, 1)
+    above, equal = score > threshold, score == threshold
+    room = n - above.sum(-1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(-1) <= room))
+    return chosen.nonzero()[:, 1].view(-1, n)
+
+
+# ---- paper ---------------------------------------------------------------------------------------------------------------------
+
+
+def paper(log_p, key_norm, steps=STEPS, fusion="arithmetic"):
+    """The paper's score log s'' (K, M) from log p (K, R, M): evidence, prior, fusion, suppression, exclusivity."""
+    log_s = power_mean(log_p, ALPHA if "power_mean" in steps else 1.0)
+    if "prior" in steps:
+        largest = MAX_FUSION.get(log_p.shape[1], OTHER_FUSION)
+        log_s = FUSIONS[fusion](log_s, structural_prior(key_norm), largest)
+    if "nms" in steps:
+        log_s = suppress_neighbours(log_s)
+    if "exclusive" in steps:
+        log_s = exclude_across_heads(log_s)
+    return log_s
+
+
+def power_mean(log_p, alpha):
+    """log f (K, M): f = (mean_r p_r^alpha)^(1/alpha), renormalised; alpha = 1 is the mean."""
+    log_f = (torch.logsumexp(alpha * log_p, dim=1) - math.log(log_p.shape[1])) / alpha
+    return log_f.log_softmax(-1)
+
+
+def structural_prior(key_norm):
+    """log r (K, M), normalised: against unusually large key norms (K, M), and against crowding at the recent end."""
+    x = torch.linspace(0, 1, key_norm.shape[-1], device=key_norm.device)  # (M,); a single candidate gets 0
+    place = -BETA * x**PRIOR_POWER + END_WEIGHT * torch.log((1 - x).clamp_min(TINY))
+    return (-NORM_WEIGHT * torch.log(key_norm.clamp_min(TINY)) + PRIOR_WEIGHT * place).log_softmax(-1)
+
+
+def fusion_weight(log_f, log_r, largest):
+    """lam (K, 1): the weight of r that makes ||(1 - lam) f + lam r||^2 smallest, clipped to [0, largest]; 0/0 is 0."""
+    f, r = log_f.exp(), log_r.exp()
+    ff, fr, rr = (f * f).sum(-1, keepdim=True), (f * r).sum(-1, keepdim=True), (r * r).sum(-1, keepdim=True)
+    spread = ff - 2 * fr + rr
+    lam = torch.where(spread > 0, (ff - fr) / spread, 0.0)
+    return lam.clamp(0.0, largest)
+
+
+def fuse_arithmetic(log_f, log_r, largest):
+    """log of s = (1 - lam) f + lam r, the minimiser of (1 - lam) KL(f||s) + lam KL(r||s)."""
+    lam = fusion_weight(log_f, log_r, largest)
+    return torch.logaddexp(log_f + torch.log1p(-lam), log_r + torch.log(lam))
+
+
+def fuse_geometric(log_f, log_r, largest):
+    """log of s ~ f^(1 - lam) r^lam, the minimiser of (1 - lam) KL(s||f) + lam KL(s||r)."""
+    lam = fusion_weight(log_f, log_r, largest)
+    return ((1 - lam) * log_f + lam * log_r).log_softmax(-1)
+
+
+FUSIONS = {"arithmetic": fuse_arithmetic, "geometric": fuse_geometric}
+
+
+def suppress_neighbours(log_s):
+    """Soft non-maximum suppression: a token loses what the best within NMS_RADIUS is ahead of it (log domain)."""
+    best = F.max_pool1d(log_s[None], 2 * NMS_RADIUS + 1, stride=1, padding=NMS_RADIUS)[0]  # (K, M)
+    return log_s - (best - log_s)
+
+
+def exclude_across_heads(log_s):
+    """A token is worth less to a KV head whose share of it among the layer's KV heads is small; skipped when K <= 2."""
+    if log_s.shape[0] <= 2:
+        return log_s
+    share = (log_s / HEAD_TEMPERATURE).softmax(0)  # (K, M)
+    return log_s + HEAD_WEIGHT * torch.log(share.clamp_min(TINY))
+
+
+# ---- span ----------------------------------------------------------------------------------------------------------------------
+
+
+def span(log_p, n, first):
+    """Score (K, M) of `span`: +inf in the n // 128 best blocks, taken whole, elsewhere the log of the mean over rows.
+
+    Blocks are BLOCK positions, aligned to the text (candidate 0 is position `first`) and cut at the candidates' ends; a block's
+    score is the largest p_r(j) in it over its tokens and the R rows.  A quarter of n goes to blocks, the rest to single tokens.
+    """
+    mean = power_mean(log_p, 1.0)  # (K, M)
+    M, skip = mean.shape[-1], first % BLOCK
+    peak = F.pad(log_p.amax(1), (skip, -(skip + M) % BLOCK), value=-math.inf).unflatten(-1, (-1, BLOCK)).amax(-1)  # (K, blocks)
+    best = top_n(peak, n // (4 * BLOCK))  # (K, n // 128)
+    taken = torch.zeros_like(peak, dtype=torch.bool).scatter_(1, best, True)
+    return mean.masked_fill(taken.repeat_interleave(BLOCK, dim=1)[:, skip : skip + M], math.inf)

@@ -1,0 +1,435 @@
+"""Slow-Fast Inference: configuration, compact memory, trigger and the decode engine.
+
+The paper (arXiv 2603.12038) observes that within a sentence the tokens that attention really uses stay nearly the same.  So most
+decode steps are *fast*: attention reads a compact memory, [sinks | selected | recent window | tokens since the refresh].  At a
+sentence's start, or after max_interval fast steps, one *slow* step does dense attention over everything, and its scores choose
+the next memory.  Nothing is evicted: the full cache stays, so a later slow step can bring any token back.
+
+Dense decoding, prompt chunks and slow steps are one operation, a dense pass; a fast step is the same forward pass reading other
+slots.  The leaf operations (`append`, `attend`, `select`, `rebuild`) come as one `Ops` and may be replaced by faster twins.
+Letters: see `model.py`.  Positions are absolute.  Read before: `model.py`, `selector.py`; after: `generate.py`.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+from model import KVCache, Model, ModelConfig, attend
+from selector import FUSIONS, STEPS, select
+
+POLICIES = ("sentence", "fixed", "never", "window", "dense")
+SELECTORS = ("span", "paper")
+SLOW_REASONS = ("dense", "short", "first", "sentence", "interval")
+
+
+# ---- configuration -------------------------------------------------------------------------------------------------------------
+
+
+def option(default, help, choices=None):
+    """A field of SFIConfig with the text that the command's --help shows."""
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class SFIConfig:
+    """Budgets and intervals, all in tokens; ValueError for what makes no sense."""
+
+    n_sink: int = option(4, "first tokens, always visible")
+    n_select: int = option(1536, "N: tokens that each KV head selects at a refresh")
+    n_recent: int = option(256, "last tokens visible at a refresh, at least")
+    align: int = option(16, "the recent window starts at a multiple of this")
+    min_gap: int = option(16, "a sentence start makes a slow step only after this many fast ones")
+    max_interval: int = option(64, "a slow step comes after this many fast ones at the latest")
+    n_evidence: int = option(16, "last queries of a dense pass whose attention decides the selection")
+    policy: str = option("sentence", "when a step is slow", POLICIES)
+    selector: str = option("span", "how tokens are selected", SELECTORS)
+    paper_steps: tuple[str, ...] = option(STEPS, "which steps of selector `paper` run")
+    fusion: str = option("arithmetic", "how selector `paper` joins evidence and prior", tuple(FUSIONS))
+
+    def __post_init__(self):
+        least = dict(n_sink=0, n_select=0, n_recent=1, align=1, min_gap=0, max_interval=1, n_evidence=1)
+        for name, low in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name} = {value!r}; allowed is a whole number of tokens, {low} or more")
+        for f in fields(self):
+            if f.metadata["choices"] and getattr(self, f.name) not in f.metadata["choices"]:
+                raise ValueError(f"{f.name} = {getattr(self, f.name)!r}; allowed are {', '.join(f.metadata['choices'])}")
+        object.__setattr__(self, "paper_steps", tuple(self.paper_steps))
+        if unknown := set(self.paper_steps) - set(STEPS):
+            raise ValueError(f"paper_steps has {min(unknown)!r}; allowed are {', '.join(STEPS)}")
+        if self.min_gap > self.max_interval:
+            raise ValueError(f"min_gap = {self.min_gap}; allowed is at most max_interval = {self.max_interval}: raise one, lower the other")
+        if self.n_recent < self.n_evidence:
+            raise ValueError(
+                f"n_recent = {self.n_recent}; allowed is at least n_evidence = {self.n_evidence}, so that every evidence query sees "
+                "all candidates: raise n_recent or lower n_evidence"
+            )
+
+    @property
+    def budget(self) -> int:
+        """N of the policy in force."""
+        return 0 if self.policy == "window" else self.n_select
+
+    def recent_start(self, length: int) -> int:
+        """Position where the recent window starts if the memory is refreshed at `length` cached tokens."""
+        return max(length - self.n_recent, 0) // self.align * self.align
+
+    def candidates(self, length: int) -> int:
+        """How many positions may be selected at `length` cached tokens: [n_sink, recent_start)."""
+        return max(self.recent_start(length) - self.n_sink, 0)
+
+    def capacity(self, max_length: int, new_tokens: int) -> int:
+        """Slots of the compact memory for sequences of up to max_length tokens, new_tokens of them generated."""
+        if self.policy == "dense":
+            return 0
+        growth = new_tokens if self.policy == "never" else self.max_interval
+        selected = min(self.budget, self.candidates(max_length))
+        return -(-(self.n_sink + selected + self.n_recent + self.align - 1 + growth) // self.align) * self.align
+
+
+def cache_bytes(model: ModelConfig, cfg: SFIConfig, batch: int, max_length: int, new_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes the engine allocates: K and V of full cache and compact memory, and one fp32 norm a key."""
+    slots = cfg.capacity(max_length, new_tokens) + max_length
+    norms = 4 * model.num_hidden_layers * model.num_key_value_heads * max_length
+    return batch * (model.kv_bytes(dtype) * slots + norms)
+
+
+def check_lengths(model: ModelConfig, prompt_tokens: list[int], max_new_tokens: int):
+    """ValueError unless every prompt has a token and fits, with the new tokens, into the model's positions."""
+    if not prompt_tokens or min(prompt_tokens) == 0:
+        raise ValueError("the prompt is empty; give at least one token of text")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens = {max_new_tokens}; allowed is 0 or more")
+    if max(prompt_tokens) + max_new_tokens > model.max_positions:
+        raise ValueError(
+            f"prompt of {max(prompt_tokens)} tokens + {max_new_tokens} new ones = {max(prompt_tokens) + max_new_tokens}; the model has "
+            f"{model.max_positions} positions: shorten the prompt or lower max_new_tokens"
+        )
+
+
+# ---- trigger -------------------------------------------------------------------------------------------------------------------
+
+CLOSERS = r"""["'”’»›\)\]\}）］｝】〕」』》〉]"""
+ENDED = re.compile(rf"([.?!…。？！])(?:{CLOSERS}|\s)*\Z")
+ONLY_CLOSERS = re.compile(rf"(?:{CLOSERS}|\s)*\Z")
+
+
+def advance(armed: str, text: str) -> tuple[str, bool]:
+    """Read one generated token's text: (armed, fires), where firing means that this token starts a new sentence.
+
+    `armed` is "no", "space" (a sentence has ended; white space must come next) or "ready" (a new one may start).  A start whose
+    first letter is lower-case does not fire ("e.g. the").  An ender split over several byte tokens is not seen.
+    """
+    if ended := ENDED.search(text):
+        return ("ready" if text[-1].isspace() or ended[1] in "。？！" else "space"), False
+    if armed != "no" and ONLY_CLOSERS.match(text):
+        return ("ready" if re.search(r"\s", text) else armed), False
+    if armed == "ready" or (armed == "space" and text[:1].isspace()):
+        letter = next((c for c in text if c.isalpha()), "")
+        return "no", not letter.islower()
+    return "no", False
+
+
+# ---- leaf operations -----------------------------------------------------------------------------------------------------------
+# In each head slots [0, cap) are the compact memory and [cap, cap + S_max) the full cache, in one allocation: both have the same
+# strides, so a (start, length) per row chooses what it reads, and slow and fast rows of a batch share one attention call.
+
+
+def append(k, v, K, V, key_norm, position, memory):
+    """Cache T new tokens of each row: in the full cache, and at a compact-memory slot where one is given.
+
+    k, v (B, T, K, D); K, V (B, K, cap + S_max, D) and key_norm (B, K, S_max) fp32 of one layer, written in place.
+    position (B,) int64: full-cache position of the first token, -1 for a row that has ended; memory (B,) int64: slot, or -1.
+    """
+    cap, T = K.shape[2] - key_norm.shape[2], k.shape[1]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, K, T, D)
+    for b, (p, m) in enumerate(zip(position.tolist(), memory.tolist(), strict=True)):
+        if p < 0:
+            continue
+        key_norm[b, :, p : p + T] = k[b].float().norm(dim=-1)
+        for slot in (cap + p, m) if m >= 0 else (cap + p,):
+            K[b, :, slot : slot + T] = k[b]
+            V[b, :, slot : slot + T] = v[b]
+
+
+def rebuild(K, V, slots, cap, n_sink, recent, length):
+    """Write one row's compact memory from its full cache: [sinks | selected | recent window], packed, nothing rotated again.
+
+    K, V (K, cap + S_max, D) of one layer and row, written in place; slots (K, N) int64 ascending positions; the recent window is
+    [recent, length).  Uses n_sink + N + length - recent slots.
+    """
+    n = n_sink + slots.shape[1]
+    heads = torch.arange(K.shape[0], device=K.device)[:, None]
+    for cache in (K, V):
+        full = cache[:, cap:]
+        cache[:, :n_sink] = full[:, :n_sink]
+        cache[:, n_sink:n] = full[heads, slots]
+        cache[:, n : n + length - recent] = full[:, recent:length]
+
+
+class Ops(NamedTuple):
+    """One implementation of the leaf operations; `REFERENCE` defines what each must return."""
+
+    name: str
+    append: Callable
+    attend: Callable
+    select: Callable
+    rebuild: Callable
+
+
+REFERENCE = Ops("reference", append, attend, select, rebuild)
+
+
+# ---- engine --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """State of one sequence."""
+
+    length: int = 0  # tokens in the full cache
+    memory: int = 0  # tokens in the compact memory; 0: never refreshed, every step is dense
+    armed: str = "no"  # trigger: see `advance`
+    since: int = 0  # fast steps since the last dense pass (policy window: since the last re-anchoring)
+
+
+class Part(NamedTuple):
+    """One row's part in one forward pass, and afterwards the record of it."""
+
+    reason: str = "ended"  # "prefill", one of SLOW_REASONS, "fast", or "ended" (the row rides along, reads and writes nothing)
+    start: int = 0  # first slot that attention reads
+    visible: int = 0  # how many it reads, the new tokens included
+    length: int = 0  # tokens in the full cache after the pass: what dense decoding would read
+    memory: int = -1  # compact-memory slot of the new token; -1: none
+    refresh: bool = False  # whether the pass chooses and copies a new memory
+    copied: int = 0  # tokens copied from the full cache into the compact memory
+
+
+class Engine:
+    """Decodes a batch of independent rows on one model.  `prefill` each row, then `step` all rows together.
+
+    max_length counts prompt and new tokens of the longest row.  token_text(id) gives a token's decoded text for the sentence
+    trigger.  The engine owns the KV cache; two engines may share a model.
+    """
+
+    def __init__(self, model: Model, cfg: SFIConfig, token_text, *, batch=1, max_length, new_tokens, ops=REFERENCE):
+        self.model, self.cfg, self.ops, self.token_text = model, cfg, ops, token_text
+        self.max_length, self.new_tokens = max_length, new_tokens
+        self.cap = cfg.capacity(max_length, new_tokens)
+        self.cache = KVCache(model.config, batch, self.cap + max_length, model.dtype, model.device)
+        norms = (*self.cache.k.shape[:3], max_length)  # (L, B, K, S_max)
+        self.key_norm = torch.empty(norms, dtype=torch.float32, device=model.device)
+        self.rows = [Row() for _ in range(batch)]
+
+    def fork(self, cfg: SFIConfig) -> "Engine":
+        """An engine with another configuration that has the same tokens cached, to be continued with `prefill`."""
+        sizes = dict(batch=len(self.rows), max_length=self.max_length, new_tokens=self.new_tokens)
+        other = Engine(self.model, cfg, self.token_text, ops=self.ops, **sizes)
+        n = max(row.length for row in self.rows)
+        other.key_norm[..., :n] = self.key_norm[..., :n]
+        other.cache.k[..., other.cap : other.cap + n, :] = self.cache.k[..., self.cap : self.cap + n, :]
+        other.cache.v[..., other.cap : other.cap + n, :] = self.cache.v[..., self.cap : self.cap + n, :]
+        other.rows = [Row(length=row.length) for row in self.rows]
+        return other
+
+    def prefill(self, b: int, tokens: list[int], chunk=512, progress=lambda n: None):
+        """Cache a prompt, or the continuation of one, in row b: dense passes over even chunks, the last of which refreshes.
+
+        Returns logits (1, V) of the last token and the last pass's Part.  progress(n) is called after each chunk of n tokens.
+        """
+        self._check_room(b, len(tokens))
+        row, chunk = self.rows[b], max(chunk, 2 * self.cfg.n_evidence)  # an even half is still enough evidence
+        total, pieces = row.length + len(tokens), -(-len(tokens) // chunk)
+        refresh = self.cfg.policy != "dense" and self.cfg.candidates(total) > self.cfg.budget
+        for i in range(pieces):
+            piece = tokens[i * len(tokens) // pieces : (i + 1) * len(tokens) // pieces]
+            length = row.length + len(piece)
+            part = Part("prefill", self.cap, length, length, refresh=refresh and i == pieces - 1)
+            logits, (part,) = self._run(b, torch.tensor([piece]), [part])
+            progress(len(piece))
+        row.armed, row.since = "no", 0
+        return logits, part
+
+    def step(self, tokens: list[int | None]):
+        """Feed one token to every row (None: the row has ended).  Returns logits (B, V) and what each row did, a Part each."""
+        parts = []
+        for b, token in enumerate(tokens):
+            if token is not None:
+                self._check_room(b, 1)
+            parts.append(Part() if token is None else self._plan(b, token))
+        return self._run(0, torch.tensor([[token or 0] for token in tokens]), parts)
+
+    def _check_room(self, b, n):
+        if n < 1:
+            raise ValueError("no tokens to feed; give at least one")
+        if self.rows[b].length + n > self.max_length:
+            raise ValueError(f"row {b} would have {self.rows[b].length + n} tokens; the engine was made for {self.max_length}")
+
+    def _plan(self, b: int, token: int) -> Part:
+        """Decide whether the step that feeds `token` to row b is slow, and what it reads."""
+        cfg, row = self.cfg, self.rows[b]
+        row.armed, fires = advance(row.armed, self.token_text(token))
+        length, reason, copied = row.length + 1, "", 0
+        if cfg.policy == "dense":
+            reason = "dense"
+        elif not row.memory and cfg.candidates(length) <= cfg.budget:
+            reason = "short"
+        elif cfg.policy == "window":
+            if not row.memory or row.since >= cfg.max_interval:
+                copied = self._reanchor(b)
+        elif not row.memory:
+            reason = "first"
+        elif cfg.policy == "sentence" and fires and row.since >= cfg.min_gap:
+            reason = "sentence"
+        elif cfg.policy != "never" and row.since >= cfg.max_interval:
+            reason = "interval"
+        if reason:
+            return Part(reason, self.cap, length, length, refresh=reason not in ("dense", "short"))
+        return Part("fast", 0, row.memory + 1, length, memory=row.memory, copied=copied)
+
+    def _run(self, first: int, tokens, parts: list[Part]):
+        """One forward pass: tokens (B', T) for rows first .. first + B' - 1.  Returns logits (B', V) and the finished parts."""
+        rows, T = self.rows[first : first + len(parts)], tokens.shape[1]
+        cached = slice(first, first + len(parts))
+        device = self.model.device
+        position = torch.tensor([-1 if p.reason == "ended" else row.length for row, p in zip(rows, parts, strict=True)], device=device)
+        start, length, memory = torch.tensor([(p.start, p.visible, p.memory) for p in parts], device=device).unbind(1)
+        n_scores = min(self.cfg.n_evidence, T) if self.cfg.budget and any(p.refresh for p in parts) else 0
+
+        def attention(layer, q, k, v):
+            K, V, norm = self.cache.k[layer, cached], self.cache.v[layer, cached], self.key_norm[layer, cached]
+            self.ops.append(k, v, K, V, norm, position, memory)
+            out, scores = self.ops.attend(q, K, V, start, length, n_scores)
+            for i, part in enumerate(parts):
+                if part.refresh:
+                    self._refresh(K[i], V[i], norm[i], part.visible, scores and scores[i])
+            return out
+
+        positions = position.clamp_min(0)[:, None] + torch.arange(T, device=device)  # (B', T)
+        logits = self.model(tokens.to(device), positions, attention)[:, -1]  # (B', V)
+        return logits, [self._finish(row, part) for row, part in zip(rows, parts, strict=True)]
+
+    def _refresh(self, K, V, norm, length, scores):
+        """Choose and copy one layer's and row's memory at `length` cached tokens; scores (K, R, length), None if N = 0."""
+        cfg = self.cfg
+        low, high = cfg.n_sink, cfg.recent_start(length)
+        if cfg.budget:
+            slots = self.ops.select(scores[..., low:high], norm[:, low:high], cfg.budget, cfg)  # (K, N)
+        else:
+            slots = torch.empty((K.shape[0], 0), dtype=torch.int64, device=K.device)
+        self.ops.rebuild(K, V, slots, self.cap, low, high, length)
+
+    def _reanchor(self, b: int) -> int:
+        """Policy window: rebuild sinks and recent window from the full cache, without a dense pass.  Returns tokens copied."""
+        row = self.rows[b]
+        for layer in range(self.model.config.num_hidden_layers):
+            self._refresh(self.cache.k[layer, b], self.cache.v[layer, b], self.key_norm[layer, b], row.length, None)
+        row.memory, row.since = self._memory_size(row.length), 0
+        return row.memory
+
+    def _memory_size(self, length: int) -> int:
+        return self.cfg.n_sink + self.cfg.budget + length - self.cfg.recent_start(length)
+
+    def _finish(self, row: Row, part: Part) -> Part:
+        """Book a finished pass into the row's state."""
+        if part.reason == "ended":
+            return part
+        row.length = part.length
+        if part.reason == "fast":
+            row.memory, row.since = row.memory + 1, row.since + 1
+            return part
+        row.since = 0
+        if part.refresh:
+            row.memory = self._memory_size(row.length)
+            part = part._replace(copied=row.memory)
+        return part
+
+
+# ---- decode loop ---------------------------------------------------------------------------------------------------------------
+
+
+def noise(seed: int, row: int, position: int, size: int) -> torch.Tensor:
+    """Gumbel noise (size,) fp32 for the token at one position of one row: the same in any batch, on any device.
+
+    A counter-based generator (Philox) is asked at (seed; row, position), so no draw depends on another.
+    """
+    bits = np.random.Philox(key=seed, counter=[0, 0, row, position])
+    return -torch.from_numpy(np.random.Generator(bits).standard_exponential(size, dtype=np.float32)).log()
+
+
+def sample(logits, positions: list[int], temperature: float, seed: int) -> list[int]:
+    """One token a row from logits (B, V) fp32: argmax(logits / temperature + Gumbel noise), the argmax alone at temperature 0."""
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature = {temperature}; allowed is 0 (greedy) or more")
+    if seed < 0:
+        raise ValueError(f"seed = {seed}; allowed is 0 or more")
+    if not torch.isfinite(logits.amax(-1)).all():
+        raise ValueError("the model's logits are not finite; try dtype float32, or check the checkpoint")
+    if temperature > 0:
+        drawn = torch.stack([noise(seed, row, p, logits.shape[-1]) for row, p in enumerate(positions)])  # (B, V)
+        logits = logits / temperature + drawn.to(logits.device)
+    return logits.argmax(-1).tolist()
+
+
+class Step(NamedTuple):
+    """What one step of the decode loop gave: a token a row (None: the row had ended) and the pass that made it."""
+
+    tokens: list[int | None]
+    parts: list[Part]
+
+
+def decode(
+    engine: Engine, prompts: list[list[int]], *, max_new_tokens: int, stop_ids=(), temperature=0.0, seed=0, progress=lambda n: None
+) -> Iterator[Step]:
+    """Prefill every prompt (token ids), then generate; a row ends after a token of stop_ids or max_new_tokens tokens.
+
+    The first Step carries the prefill's parts.  progress(n) reports prompt tokens as they are cached.
+    """
+    check_lengths(engine.model.config, [len(p) for p in prompts], max_new_tokens)
+    filled = [engine.prefill(b, prompt, progress=progress) for b, prompt in enumerate(prompts)]
+    logits, parts = torch.cat([logits for logits, _ in filled]), [part for _, part in filled]
+    live = [True] * len(prompts)
+    for made in range(max_new_tokens):
+        picked = sample(logits, [row.length for row in engine.rows], temperature, seed)
+        tokens = [token if alive else None for token, alive in zip(picked, live, strict=True)]
+        yield Step(tokens, parts)
+        live = [token is not None and token not in stop_ids for token in tokens]
+        if not any(live) or made + 1 == max_new_tokens:
+            return
+        logits, parts = engine.step([token if alive else None for token, alive in zip(tokens, live, strict=True)])
+
+
+@dataclass
+class Tally:
+    """Counts over a run, in row-steps after the prefill (one row-step makes one token of one row)."""
+
+    reasons: Counter = field(default_factory=Counter)  # row-steps by reason, "fast" among them
+    visible: int = 0  # tokens attended to, summed over row-steps
+    fast_visible: int = 0  # the same over fast row-steps alone
+    dense: int = 0  # tokens that dense decoding would have attended to
+    copied: int = 0  # tokens copied by refreshes, the prefill's included
+
+    def add(self, parts: list[Part]):
+        """Count one Step's parts."""
+        for part in parts:
+            self.copied += part.copied
+            if part.reason not in ("prefill", "ended"):
+                self.reasons[part.reason] += 1
+                self.visible += part.visible
+                self.fast_visible += part.visible if part.reason == "fast" else 0
+                self.dense += part.length
+
+    @property
+    def fast(self) -> int:
+        return self.reasons["fast"]
+
+    @property
+    def slow(self) -> int:
+        return sum(self.reasons[reason] for reason in SLOW_REASONS)
