@@ -20,7 +20,7 @@ from tqdm import tqdm
 import checkpoints
 import story
 from model import CPU_HAS_BF16, DTYPES, Model, ModelConfig, load, with_yarn
-from sfi import REFERENCE, SLOW_REASONS, Engine, SFIConfig, Tally, cache_bytes, check_lengths, decode
+from sfi import REFERENCE, SLOW_REASONS, Engine, SFIConfig, Tally, cache_bytes, check_lengths, check_sampling, decode
 from text import Stream, Text, read_json
 
 
@@ -96,11 +96,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" or CPU_HAS_BF16 else torch.float32
 
 
-def check_memory(config: ModelConfig, cfg: SFIConfig, batch: int, longest: int, new: int, dtype: torch.dtype, device: torch.device):
-    """ValueError if weights and cache cannot fit into the free memory."""
+def check_memory(config: ModelConfig, cfg: SFIConfig, sizes: dict, dtype: torch.dtype, device: torch.device):
+    """ValueError if weights and cache cannot fit into the free memory; sizes are the engine's."""
     with torch.device("meta"):
         weights = sum(p.numel() for p in Model(config).parameters()) * dtype.itemsize
-    cache = cache_bytes(config, cfg, batch, longest + new, new, dtype)
+    cache = cache_bytes(config, cfg, dtype=dtype, **sizes)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if weights + cache > free:
         raise ValueError(
@@ -110,8 +110,9 @@ def check_memory(config: ModelConfig, cfg: SFIConfig, batch: int, longest: int, 
 
 
 def run(args) -> dict:
-    """Everything between the parsed flags and the report; returns what --json prints."""
+    """Check everything that can be checked before the weights load, load, answer; returns what --json prints."""
     cfg = SFIConfig(**{f.name: getattr(args, f.name) for f in fields(SFIConfig)} | ({"policy": "dense"} if args.dense else {}))
+    check_sampling(args.temperature, args.seed)
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
     prompts = read_prompts(args)
@@ -120,71 +121,118 @@ def run(args) -> dict:
     config = with_yarn(config, args.yarn) if args.yarn is not None else config
     text = Text(folder)
     ids = [text.encode(prompt, special=True) if args.raw else text.encode(text.chat(prompt)) for prompt in prompts]
-    longest = max(map(len, ids))
-    check_lengths(config, list(map(len, ids)), args.max_new_tokens)
-    check_sampling(args.temperature, args.seed)
-    check_memory(config, cfg, len(ids), longest, args.max_new_tokens, dtype, device)
+    check_lengths(config, [len(prompt) for prompt in ids], args.max_new_tokens)
+    sizes = dict(batch=len(ids), max_length=max(map(len, ids)) + args.max_new_tokens, new_tokens=args.max_new_tokens)
+    check_memory(config, cfg, sizes, dtype, device)
 
     began = time.perf_counter()
     model = load(checkpoints.resolve(args.ckpt), config, dtype, device)
     load_s = time.perf_counter() - began
-    say(args, f"{args.ckpt}: {config.model_type}, {config.num_hidden_layers} layers, {dtype_name(dtype)} on {device}, {REFERENCE.name} backend")
-    sizes = dict(batch=len(ids), max_length=longest + args.max_new_tokens, new_tokens=args.max_new_tokens)
     engine = Engine(model, cfg, text.token_text, **sizes)
+    name = str(dtype).removeprefix("torch.")
+    if not args.quiet:
+        kind = f"{config.model_type}, {sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters"
+        print(f"{args.ckpt}: {kind}, {name} on {device}, {engine.ops.name} backend, policy {cfg.policy}", file=sys.stderr)
     result = answer(args, engine, ids, text)
-    facts = dict(load_s=load_s, backend=engine.ops.name, device=str(device), dtype=dtype_name(dtype), seed=args.seed, ckpt=args.ckpt)
-    return result | facts | {"config": asdict(cfg)}
+    facts = {"backend": engine.ops.name, "device": str(device), "dtype": name, "seed": args.seed, "ckpt": args.ckpt}
+    return {**result, "load_s": load_s, **facts, "config": asdict(cfg)}
 
 
 def answer(args, engine: Engine, ids: list[list[int]], text: Text) -> dict:
-    """Decode all prompts, stream the text, count what was read and time it."""
-    streams, tally = [Stream(text.tokenizer) for _ in ids], Tally()
-    new, reason = [0] * len(ids), ["length"] * len(ids)
-    began = prefilled = first = time.perf_counter()
-    with tqdm(total=sum(map(len, ids)), desc="prefill", unit="tok", leave=False, disable=args.quiet or None) as bar:
+    """Decode all prompts; one prompt streams as it comes, several are printed under their names at the end."""
+    streams, new, tally = [Stream(text.tokenizer) for _ in ids], [0] * len(ids), Tally()
+    stopped = [False] * len(ids)
+    show = (lambda piece: print(piece, end="", flush=True)) if len(ids) == 1 else lambda piece: None
+    clock = Clock(engine.model.device)
+    with tqdm(total=sum(map(len, ids)), desc="prefill", unit=" tokens", leave=False, disable=args.quiet or None) as bar:
 
         def progress(n):
-            nonlocal prefilled
-            if engine.model.device.type == "cuda":
-                torch.cuda.synchronize()
-            prefilled = time.perf_counter()
             bar.update(n)
+            clock.mark("prefill")
 
         settings = dict(temperature=args.temperature, seed=args.seed, stop_ids=text.stop_ids, progress=progress)
-        for made, step in enumerate(decode(engine, ids, max_new_tokens=args.max_new_tokens, **settings)):
-            if made == 0:
-                first = time.perf_counter()
-                bar.close()
+        for step in decode(engine, ids, max_new_tokens=args.max_new_tokens, **settings):
+            bar.close()
+            clock.mark("first_token", once=True)
             tally.add(step.parts)
             for b, token in enumerate(step.tokens):
-                if token is None:
-                    continue
-                new[b] += 1
-                if token in text.stop_ids:
-                    reason[b] = "stop"
-                else:
-                    show(args, streams[b].push(token))
-    ended = time.perf_counter()
+                if token is not None:
+                    new[b], stopped[b] = new[b] + 1, token in text.stop_ids
+                    show("" if stopped[b] else streams[b].push(token))
+    clock.mark("end")
     for stream in streams:
-        show(args, stream.finish())
-    show(args, "\n")
-    for name, stream in zip(args.prompt or [], streams if len(ids) > 1 else [], strict=False):
-        print(f"==> {name} <==\n{stream.text}\n", flush=True)
-    steps, per_token = tally.slow + tally.fast, engine.model.config.kv_bytes(engine.model.dtype)
-    return {
+        show(stream.finish())
+    show("\n")
+    if len(ids) > 1:
+        for name, stream in zip(args.prompt, streams, strict=True):
+            print(f"==> {name} <==\n{stream.text}\n")
+    steps, token_bytes = tally.slow + tally.fast, engine.model.config.kv_bytes(engine.model.dtype)
+    decode_s = clock.at["end"] - clock.at.get("first_token", clock.at["end"])
+    result = {
         "text": [stream.text for stream in streams],
-        "prompt_tokens": list(map(len, ids)),
+        "prompt_tokens": [len(prompt) for prompt in ids],
         "new_tokens": new,
-        "stop_reason": reason,
+        "stop_reason": ["stop" if s else "length" for s in stopped],
         "slow_steps": tally.slow,
         "fast_steps": tally.fast,
-        "slow_reasons": {name: tally.reasons[name] for name in SLOW_REASONS},
+        "slow_reasons": {reason: tally.reasons[reason] for reason in SLOW_REASONS},
         "visible_tokens": tally.visible / steps if steps else None,
-        "kv_bytes_read": (tally.visible + tally.copied) * per_token,
-        "kv_bytes_dense": tally.dense * per_token,
-        "prefill_s": prefilled - began,
-        "first_token_s": first - began if max(new) else None,
-        "decode_s": ended - first,
-        "tokens_per_s": steps / (ended - first) if steps else None,
-        "fast_visible": tally.fast_visible / tally.fast if tally.fast else None,
+        "kv_bytes_read": (tally.visible + tally.copied) * token_bytes,
+        "kv_bytes_dense": tally.dense * token_bytes,
+        "prefill_s": clock.at["prefill"],
+        "first_token_s": clock.at.get("first_token"),
+        "decode_s": decode_s,
+        "tokens_per_s": steps / decode_s if steps else None,
     }
+    if not args.quiet:
+        print(report(result, tally, engine.cfg), file=sys.stderr)
+    return result
+
+
+class Clock:
+    """Seconds from its making to each mark, the device's queued work included."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.began, self.at = device, time.perf_counter(), {}
+
+    def mark(self, name: str, once=False):
+        if once and name in self.at:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.at[name] = time.perf_counter() - self.began
+
+
+def report(r: dict, tally: Tally, cfg: SFIConfig) -> str:
+    """What a reader at the terminal wants to know, a few lines."""
+    count = lambda n, what: f"{n:,} {what}"  # noqa: E731
+    ended = ", ".join(sorted(set(r["stop_reason"]))).replace("stop", "end token").replace("length", "--max-new-tokens")
+    lines = [f"{count(sum(r['prompt_tokens']), 'prompt tokens')}, {count(sum(r['new_tokens']), 'new')}, ended by {ended}"]
+    slow = ", ".join(f"{n} {reason}" for reason, n in r["slow_reasons"].items() if n)
+    steps = r["slow_steps"] + r["fast_steps"]
+    if steps:
+        lines.append(f"steps: {r['fast_steps']} fast, {r['slow_steps']} slow" + f" ({slow})" * bool(slow))
+        lines.append(f"KV cache read: {r['kv_bytes_read'] / 1e9:.2f} GB; dense decoding reads {r['kv_bytes_dense'] / 1e9:.2f} GB")
+    if tally.fast:
+        lines[-2] += f"; a fast step reads {tally.fast_visible / tally.fast:,.0f} of {tally.dense / steps:,.0f} tokens"
+    elif cfg.policy != "dense" and steps:
+        lines.append(f"everything fits into the memory of {cfg.n_sink + cfg.budget + cfg.n_recent:,} tokens: equal to dense decoding")
+    times = [f"prefill {r['prefill_s']:.1f} s"]
+    if steps:
+        times.append(f"decode {r['decode_s']:.1f} s, {r['tokens_per_s']:.1f} tokens/s")
+    return "\n".join([*lines, ", ".join(times)])
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
+    try:
+        result = run(args)
+    except ValueError as e:
+        print(f"generate.py: error: {e}", file=sys.stderr)
+        sys.exit(2)
+    if args.json:
+        print(json.dumps(result, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -94,7 +94,7 @@ class SFIConfig:
         return -(-(self.n_sink + selected + self.n_recent + self.align - 1 + growth) // self.align) * self.align
 
 
-def cache_bytes(model: ModelConfig, cfg: SFIConfig, batch: int, max_length: int, new_tokens: int, dtype: torch.dtype) -> int:
+def cache_bytes(model: ModelConfig, cfg: SFIConfig, *, batch: int, max_length: int, new_tokens: int, dtype: torch.dtype) -> int:
     """Bytes the engine allocates: K and V of full cache and compact memory, and one fp32 norm a key."""
     slots = cfg.capacity(max_length, new_tokens) + max_length
     norms = 4 * model.num_hidden_layers * model.num_key_value_heads * max_length
@@ -112,6 +112,14 @@ def check_lengths(model: ModelConfig, prompt_tokens: list[int], max_new_tokens: 
             f"prompt of {max(prompt_tokens)} tokens + {max_new_tokens} new ones = {max(prompt_tokens) + max_new_tokens}; the model has "
             f"{model.max_positions} positions: shorten the prompt or lower max_new_tokens"
         )
+
+
+def check_sampling(temperature: float, seed: int):
+    """ValueError for a temperature or seed that makes no sense."""
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature = {temperature}; allowed is 0 (the likeliest token) or more")
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed = {seed}; allowed is a whole number from 0 to 2^64 - 1")
 
 
 # ---- trigger -------------------------------------------------------------------------------------------------------------------
@@ -366,10 +374,7 @@ def noise(seed: int, row: int, position: int, size: int) -> torch.Tensor:
 
 def sample(logits, positions: list[int], temperature: float, seed: int) -> list[int]:
     """One token a row from logits (B, V) fp32: argmax(logits / temperature + Gumbel noise), the argmax alone at temperature 0."""
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature = {temperature}; allowed is 0 (greedy) or more")
-    if seed < 0:
-        raise ValueError(f"seed = {seed}; allowed is 0 or more")
+    check_sampling(temperature, seed)
     if not torch.isfinite(logits.amax(-1)).all():
         raise ValueError("the model's logits are not finite; try dtype float32, or check the checkpoint")
     if temperature > 0:

@@ -1,4 +1,4 @@
-"""The built-in text: a year in a harbour town, written by a seeded generator, with one note to find and a question about it.
+"""The built-in text: a year in a harbour town, written by a seeded generator, with one letter to find and a question about it.
 
 Same seed, same text, on any machine.  Read before: `generate.py`.
 """
@@ -53,42 +53,42 @@ SCENES = (
     "the vote was even, and then {trade} arrived late and decided it. Nobody went hungry before the spring.",
 )
 
-NOTE = (
-    "Before leaving for the winter, {keeper} nailed a note to the door of the lighthouse. The note said: \"To light the lamp, first take "
-    "the {metal} key from under the {step} step. Open the small door on the {side} side and climb to the top room without a candle. "
-    "Pour {cups} cups of oil into the {colour} can, and never more than that. Turn the wheel slowly until you hear the bell ring twice. "
-    "Then light the wick, close the glass, and write your name in the book on the table. When the morning comes, put out the flame, "
-    "lock the door, and bring the key to {friend}.\" Everyone in town came to read it."
+LETTER = (
+    "On the last evening of the month {reader} read a letter aloud in the lower square. The letter said: \"My dear friends, I am writing "
+    "from a small island where the {metal} mines used to be. The house has {rooms} rooms and a {colour} door, and the garden runs down to "
+    "the sea on the {side} side. Every morning an old fisherman brings me bread and tells me about his daughter in Lisbon. I have learned "
+    "to play the fiddle, although the goats do not enjoy it. In the {week} week of spring I shall sail home with two trunks of books for "
+    "the school. Please tell {friend} that I have not forgotten the debt.\" Nobody in the square said a word until the bells began."
 )
-QUESTION = "What did the note on the door of the lighthouse say? Repeat the whole note, word for word."
+QUESTION = "What did the letter that was read aloud in the lower square say?"
 
 
-def story(seed: int = 0, paragraphs: int = 48, depth: float = 0.4) -> str:
-    """The text, about 5,000 tokens of English at 48 paragraphs; the note stands at the fraction `depth` of them."""
+def story(seed: int = 0, paragraphs: int = 52, depth: float = 0.4) -> str:
+    """The text, about 5,000 tokens of English at 52 paragraphs; the letter stands at the fraction `depth` of them."""
     rng = random.Random(seed)
     pick = lambda items: items[int(rng.random() * len(items))]  # noqa: E731  stable over Python versions
     order = []
     text = ["A Year in Saltmere"]
     for i in range(paragraphs):
         if i == int(depth * paragraphs):
-            text.append(note(pick))
+            text.append(letter(pick))
         order = order or sorted(SCENES, key=lambda scene: rng.random())
         a, goods, trade = pick(NAMES), pick(GOODS), pick(TRADES)
         b, goods2 = pick([n for n in NAMES if n != a]), pick([g for g in GOODS if g != goods])
-        facts = dict(place=pick(PLACES), ship=pick(SHIPS), weather=pick(WEATHER), number=pick(NUMBERS), month=MONTHS[i * 12 // paragraphs])
-        scene = order.pop().format(a=a, b=b, goods=goods, goods2=goods2, trade=trade, trade_cap=trade.capitalize(), **facts)
-        text.append(scene)
+        facts = dict(place=pick(PLACES), ship=pick(SHIPS), weather=pick(WEATHER), number=pick(NUMBERS))
+        facts |= dict(a=a, b=b, goods=goods, goods2=goods2, trade=trade, trade_cap=trade.capitalize())
+        text.append(order.pop().format(month=MONTHS[i * 12 // paragraphs], **facts))
     return "\n\n".join(text)
 
 
-def note(pick) -> str:
-    keeper = pick(NAMES)
-    return NOTE.format(
-        keeper=keeper,
-        friend=pick([n for n in NAMES if n != keeper]),
-        metal=pick(("brass", "iron", "silver", "copper")),
-        step=pick(("second", "third", "fourth", "fifth")),
+def letter(pick) -> str:
+    reader = pick(NAMES)
+    return LETTER.format(
+        reader=reader,
+        friend=pick([name for name in NAMES if name != reader]),
+        metal=pick(("tin", "iron", "silver", "copper")),
+        week=pick(("second", "third", "fourth", "fifth")),
         side=pick(("north", "south", "east", "west")),
-        cups=pick(("two", "three", "four", "six")),
+        rooms=pick(("two", "three", "four", "six")),
         colour=pick(("red", "blue", "green", "yellow")),
     )
