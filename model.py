@@ -122,6 +122,7 @@ class ModelConfig:
             refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
         moe = {}
         if kind == "qwen3_moe":
+            c = {"num_experts": c.get("num_local_experts")} | c  # newer transformers' spelling
             keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
             moe = {key: need(key) for key in keys} | {"norm_topk_prob": bool(c.get("norm_topk_prob", False))}
             moe |= {"decoder_sparse_step": c.get("decoder_sparse_step", 1)}
@@ -362,10 +363,11 @@ def attend(q, K, V, start, length, n_scores=0):
     """
     B, T, H, D = q.shape
     n_kv = K.shape[1]
-    out, scores = torch.zeros_like(q), []
+    out, scores = torch.zeros_like(q), [] if n_scores else None
     for b, (first, n) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
         if n == 0:
-            scores.append(q.new_zeros((n_kv, H // n_kv * n_scores, 0), dtype=torch.float32))
+            if n_scores:
+                scores.append(q.new_zeros((n_kv, H // n_kv * n_scores, 0), dtype=torch.float32))
             continue
         keys, values = K[b, :, first : first + n], V[b, :, first : first + n]  # (K, n, D)
         queries = q[b].unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3)  # (K, G, T, D)
@@ -376,7 +378,7 @@ def attend(q, K, V, start, length, n_scores=0):
             last = queries[:, :, T - n_scores :].flatten(1, 2)  # (K, G * n_scores, D)
             # The long side first: several times faster on a CPU than (few rows) x (many columns).
             scores.append(torch.matmul(keys, last.transpose(1, 2)).transpose(1, 2).float() * D**-0.5)
-    return out, scores or None
+    return out, scores
 
 
 # ---- loading -------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""Shared by the tests: tiny random checkpoints made by transformers, plain dense decoding, and the real small model."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import checkpoints
+from model import KVCache, ModelConfig, attend, load
+from text import Text, read_json
+
+SHARED = Path(__file__).resolve().parent.parent / "shared"
+# Every dimension differs from every other, so that a swapped axis cannot hide.
+SIZES = dict(vocab_size=97, hidden_size=40, intermediate_size=56, num_hidden_layers=3, max_position_embeddings=4096, rms_norm_eps=1e-5)
+MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[1])
+
+
+def make_checkpoint(folder, kind="qwen3", heads=6, kv_heads=2, head_dim=16, max_shard_size="1GB", dtype=torch.float32, **config):
+    """Write a random checkpoint, norm weights and biases randomised; returns transformers' model of it in fp32."""
+    torch.manual_seed(0)
+    config = SIZES | (MOE if kind == "qwen3_moe" else {}) | {"rope_theta": 10000.0} | config
+    config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    theta = config.pop("rope_theta")
+    rope = {"rope_type": "default"} | config.pop("rope_parameters", {}) | {"rope_theta": theta}
+    hf = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(kind, **config, rope_parameters=rope), attn_implementation="eager"
+    )
+    for name, p in hf.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            torch.nn.init.normal_(p, mean=float("norm" in name), std=0.3)
+        elif p.dim() > 1:
+            torch.nn.init.normal_(p, std=1.5 * p.shape[-1] ** -0.5)
+    hf.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return transformers_model(folder, torch.float32)
+
+
+def transformers_model(folder, dtype):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def edit_config(folder, **changes):
+    """Change keys of config.json; None removes one."""
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def load_folder(folder, dtype=torch.float32):
+    return load(folder, ModelConfig.from_dict(read_json(Path(folder) / "config.json")), dtype)
+
+
+def dense_logits(model, tokens, first=0):
+    """Logits (B, T, V) of one dense pass over tokens (B, T), the first of them at position `first`, without the engine."""
+    B, T = tokens.shape
+    cache = KVCache(model.config, B, T, model.dtype, "cpu")
+
+    def attention(layer, q, k, v):
+        cache.k[layer], cache.v[layer] = k.transpose(1, 2), v.transpose(1, 2)
+        return attend(q, cache.k[layer], cache.v[layer], torch.zeros(B, dtype=torch.int64), torch.full((B,), T))[0]
+
+    return model(tokens, torch.arange(first, first + T).expand(B, T), attention, n_logits=T)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A tiny Qwen3 in fp32: G = 3, K = 3 so that no step of the Selector is skipped."""
+    folder = tmp_path_factory.mktemp("tiny")
+    make_checkpoint(folder, heads=9, kv_heads=3, head_dim=16)
+    return load_folder(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """(model in fp32, text, folder) of SmolLM2; where it cannot be fetched the tests are skipped, in CI they fail."""
+    try:
+        folder = checkpoints.resolve("smollm2")
+    except ValueError as e:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"SmolLM2 is not to be had: {e}")
+    return load_folder(folder), Text(folder), folder
