@@ -285,9 +285,10 @@ class Engine:
         cfg, row = self.cfg, self.rows[b]
         row.armed, fires = advance(row.armed, self.token_text(token))
         length, reason, copied = row.length + 1, "", 0
+        refreshed_at = row.length if cfg.policy == "window" else length  # window re-anchors before the token is there
         if cfg.policy == "dense":
             reason = "dense"
-        elif not row.memory and cfg.candidates(length) <= cfg.budget:
+        elif not row.memory and cfg.candidates(refreshed_at) <= cfg.budget:
             reason = "short"
         elif cfg.policy == "window":
             if not row.memory or row.since >= cfg.max_interval:

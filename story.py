@@ -42,9 +42,6 @@ SCENES = (
     "{a} opened a small shop beside {place} in {month}. It sold {goods} on one side and {goods2} on the other. On the first day "
     "{number} customers came, and {b} was the last of them. \"You will need a bigger sign,\" {b} said, and offered to paint it. The sign "
     "was green, with white letters, and it could be read from the deck of {ship} when the air was clear.",
-    "A letter for {a} had been lying at {place} since {month}. Nobody could say who had brought it. {b} thought that it came from "
-    "{ship}, because it smelled of tar. When it was opened at last, there were {number} old coins in it and a short line of thanks for a "
-    "kindness done long ago. {a} bought {goods} for the whole street and never spoke of the matter again.",
     "The bridge near {place} was closed for {number} days in {month}, after {weather}. {trade_cap} had noticed a crack in the "
     "middle arch. {a} carried travellers across in a flat boat and would take no money for it. {b} sat on the far bank with a kettle and "
     "gave each of them a cup of tea. When the bridge was open again, some people said that they missed the boat.",
@@ -63,7 +60,7 @@ LETTER = (
 QUESTION = "What did the letter that was read aloud in the lower square say?"
 
 
-def story(seed: int = 0, paragraphs: int = 52, depth: float = 0.4) -> str:
+def story(seed: int = 0, paragraphs: int = 52, depth: float = 0.9) -> str:
     """The text, about 5,000 tokens of English at 52 paragraphs; the letter stands at the fraction `depth` of them."""
     rng = random.Random(seed)
     pick = lambda items: items[int(rng.random() * len(items))]  # noqa: E731  stable over Python versions

@@ -1,0 +1,174 @@
+"""The Selector against a slow and obvious loop version, in float64, written from the formulas."""
+
+import math
+
+import pytest
+import torch
+
+from selector import BETA, STEPS, fusion_weight, paper, power_mean, select, structural_prior, suppress_neighbours, top_n
+from sfi import SFIConfig
+
+
+def loop_paper(scores, key_norm, n, steps, fusion):
+    """Sets of the n selected candidate indices per KV head, and the final log scores, by plain loops over lists."""
+    K, R, M = scores.shape
+    final = []
+    for h in range(K):
+        p = []
+        for r in range(R):
+            row = [float(x) for x in scores[h, r]]
+            total = math.fsum(math.exp(x - max(row)) for x in row)
+            p.append([math.exp(x - max(row)) / total for x in row])
+        alpha = 0.5 if "power_mean" in steps else 1.0
+        f = [(sum(p[r][j] ** alpha for r in range(R)) / R) ** (1 / alpha) for j in range(M)]
+        f = [x / math.fsum(f) for x in f]
+        s = f
+        if "prior" in steps:
+            weights = []
+            for j in range(M):
+                x = j / (M - 1) if M > 1 else 0.0
+                place = -(-math.log(0.6) / 0.9) * x**1.8 + 0.4 * math.log(max(1 - x, 1e-12))
+                weights.append(float(key_norm[h, j]) ** -0.5 * math.exp(0.7 * place))
+            r = [x / math.fsum(weights) for x in weights]
+            ff, fr, rr = (math.fsum(a * b for a, b in zip(u, v, strict=True)) for u, v in ((f, f), (f, r), (r, r)))
+            best = (ff - fr) / (ff - 2 * fr + rr) if ff - 2 * fr + rr else 0.0
+            lam = min(max(best, 0.0), 0.35 if R == 1 else 0.25)
+            if fusion == "arithmetic":
+                s = [(1 - lam) * a + lam * b for a, b in zip(f, r, strict=True)]
+            else:
+                s = [a ** (1 - lam) * b**lam for a, b in zip(f, r, strict=True)]
+                s = [x / math.fsum(s) for x in s]
+        s = [math.log(x) for x in s]
+        if "nms" in steps:
+            s = [s[j] - (max(s[max(j - 16, 0) : j + 17]) - s[j]) for j in range(M)]
+        final.append(s)
+    if "exclusive" in steps and K > 2:
+        shares = [[math.exp(final[h][j] / 2) for h in range(K)] for j in range(M)]
+        final = [[final[h][j] + 0.85 * math.log(max(shares[j][h] / sum(shares[j]), 1e-12)) for j in range(M)] for h in range(K)]
+    return [set(sorted(range(M), key=lambda j: (-s[j], j))[:n]) for s in final], final
+
+
+def loop_span(scores, n, first):
+    """Sets of the n selected candidate indices per KV head."""
+    K, R, M = scores.shape
+    p = scores.double().softmax(-1)
+    chosen = []
+    for h in range(K):
+        blocks = {}
+        for j in range(M):
+            blocks.setdefault((first + j) // 32, []).append(j)
+        peak = {b: max(p[h, r, j].item() for r in range(R) for j in js) for b, js in blocks.items()}
+        taken = {j for b in sorted(blocks, key=lambda b: (-peak[b], b))[: n // 128] for j in blocks[b]}
+        mean = [p[h, :, j].mean().item() for j in range(M)]
+        rest = sorted((j for j in range(M) if j not in taken), key=lambda j: (-mean[j], j))
+        chosen.append(taken | set(rest[: n - len(taken)]))
+    return chosen
+
+
+def evidence(K, R, M, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(K, R, M, generator=g), 1 + torch.rand(K, M, generator=g)
+
+
+def sets(slots, first):
+    assert (slots[:, 1:] > slots[:, :-1]).all(), "unique and ascending"
+    return [set((row - first).tolist()) for row in slots]
+
+
+SWITCHES = [STEPS, *(tuple(s for s in STEPS if s != off) for off in STEPS), ()]
+
+
+@pytest.mark.parametrize("fusion", ["arithmetic", "geometric"])
+@pytest.mark.parametrize("steps", SWITCHES, ids=lambda steps: "+".join(steps) or "none")
+@pytest.mark.parametrize("K, R, M, n", [(3, 6, 200, 41), (5, 1, 77, 76), (2, 4, 130, 10), (3, 2, 1, 1), (4, 3, 33, 33)])
+def test_paper_equals_loops(K, R, M, n, steps, fusion):
+    scores, key_norm = evidence(K, R, M)
+    cfg = SFIConfig(n_sink=3, selector="paper", paper_steps=steps, fusion=fusion)
+    want, log_s = loop_paper(scores, key_norm, n, steps, fusion)
+    got = paper(scores.log_softmax(-1), key_norm, steps, fusion)
+    torch.testing.assert_close(got, torch.tensor(log_s), atol=1e-4, rtol=1e-5)
+    assert sets(select(scores, key_norm, n, cfg), 3) == want
+
+
+@pytest.mark.parametrize("first", [0, 4, 31, 32, 45])
+@pytest.mark.parametrize("K, R, M, n", [(3, 6, 500, 128), (2, 1, 700, 511), (1, 4, 300, 127), (3, 2, 290, 256), (2, 3, 65, 65)])
+def test_span_equals_loops(K, R, M, n, first):
+    scores, key_norm = evidence(K, R, M)
+    slots = select(scores, key_norm, n, SFIConfig(n_sink=first, selector="span"))
+    assert slots.shape == (K, n) and sets(slots, first) == loop_span(scores, n, first)
+
+
+def test_span_takes_whole_blocks_even_cut_ones():
+    scores, key_norm = torch.zeros(1, 1, 400), torch.ones(1, 400)
+    scores[0, 0, 1] = 9.0  # position 31: its block holds the two candidates 30 and 31 only
+    slots = select(scores, key_norm, 128, SFIConfig(n_sink=30, selector="span"))[0].tolist()
+    assert slots == list(range(30, 158))  # the cut block, then equal scores from the lowest position
+    scores[0, 0, 300] = 9.5  # position 330, block 320 .. 351
+    slots = select(scores, key_norm, 128, SFIConfig(n_sink=30, selector="span"))[0].tolist()
+    assert set(range(320, 352)) <= set(slots) and len(slots) == 128
+
+
+def test_ties_go_to_the_lower_position():
+    score = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0], [5.0, 1.0, 5.0, 5.0, 9.0]])
+    assert top_n(score, 2).tolist() == [[1, 2], [0, 1], [0, 4]]
+    assert top_n(score, 5).tolist() == [[0, 1, 2, 3, 4]] * 3
+    assert top_n(score, 0).shape == (3, 0)
+
+
+def test_every_switch_changes_the_scores():
+    scores, key_norm = evidence(3, 6, 200)
+    whole = paper(scores.log_softmax(-1), key_norm)
+    for off in STEPS:
+        assert not torch.allclose(whole, paper(scores.log_softmax(-1), key_norm, tuple(s for s in STEPS if s != off)))
+    assert not torch.allclose(whole, paper(scores.log_softmax(-1), key_norm, fusion="geometric"))
+
+
+def test_exclusivity_is_skipped_for_two_heads():
+    scores, key_norm = evidence(2, 6, 200)
+    log_p = scores.log_softmax(-1)
+    assert torch.equal(paper(log_p, key_norm), paper(log_p, key_norm, STEPS[:3]))
+
+
+def test_fusion_weight():
+    log_f, log_r = torch.randn(2, 1, 50).log_softmax(-1)
+    assert fusion_weight(log_f, log_f, 0.25).item() == 0.0  # 0/0
+    assert fusion_weight(torch.tensor([[0.0, -90.0]]), torch.tensor([[0.5, 0.5]]).log(), 0.35).item() == pytest.approx(0.35)
+    free = fusion_weight(log_f, log_r, 1.0)
+    f, r = log_f.exp(), log_r.exp()
+    size = lambda lam: ((1 - lam) * f + lam * r).square().sum().item()  # noqa: E731
+    assert size(free) <= min(size(free + 1e-2), size(free - 1e-2)) or free.item() in (0.0, 1.0)
+
+
+def test_parts_of_the_paper_have_the_stated_shape():
+    assert BETA == pytest.approx(0.5676, abs=1e-4)
+    prior = structural_prior(torch.tensor([[1.0, 1.0, 1.0], [4.0, 1.0, 1.0]]))
+    torch.testing.assert_close(prior.exp().sum(-1), torch.ones(2))
+    assert (prior[0, :-1] > prior[0, 1:]).all()  # against the recent end
+    assert prior[1, 0] - prior[0, 0] < prior[1, 1] - prior[0, 1]  # against large norms
+    log_s = torch.zeros(1, 40)
+    log_s[0, 20] = 1.0
+    lowered = suppress_neighbours(log_s)
+    assert lowered[0, 20] == 1.0 and (lowered[0, 4:20] == -1).all() and (lowered[0, 21:37] == -1).all() and (lowered[0, :4] == 0).all()
+    torch.testing.assert_close(power_mean(torch.log(torch.tensor([[[0.5, 0.5], [0.1, 0.9]]])), 1.0).exp(), torch.tensor([[0.3, 0.7]]))
+
+
+@pytest.mark.parametrize("selector", ["paper", "span"])
+def test_extreme_scores_stay_finite_and_exact(selector):
+    """Probabilities that underflow must still be ordered: everything stays in the log domain."""
+    scores = torch.arange(300.0).expand(3, 2, 300) * -2.0
+    cfg = SFIConfig(n_sink=0, selector=selector, paper_steps=("power_mean",))
+    slots = select(scores.contiguous(), torch.ones(3, 300), 100, cfg)
+    assert slots.tolist() == [list(range(100))] * 3
+    assert torch.isfinite(paper(scores.log_softmax(-1), torch.zeros(3, 300))).all()
+
+
+def test_scores_in_the_cache_dtype_are_widened_first():
+    scores, key_norm = evidence(3, 6, 400)
+    cfg = SFIConfig(selector="span")
+    narrow = scores.bfloat16()
+    assert torch.equal(select(narrow, key_norm, 128, cfg), select(narrow.float(), key_norm, 128, cfg))
+
+
+def test_more_than_there_is_cannot_be_selected():
+    with pytest.raises(ValueError, match="n = 9 of 8 candidates"):
+        select(torch.zeros(1, 1, 8), torch.ones(1, 8), 9, SFIConfig())

@@ -1,0 +1,555 @@
+"""The engine: configuration, trigger, compact memory, policies and the decode loop, held against a naive simulation."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from conftest import SHARED, dense_logits
+from model import KVCache, ModelConfig
+from selector import select
+from sfi import Engine, SFIConfig, Tally, advance, append, cache_bytes, check_lengths, decode, noise, rebuild, sample
+
+SMALL = SFIConfig(n_sink=2, n_select=10, n_recent=8, align=4, min_gap=3, max_interval=7, n_evidence=5)
+WORDS = [" the", " sea", ".", " Then", "\n", " it", '."', " rose", "!", " Now"]  # token t has the text WORDS[t % 10]
+
+
+def token_text(token):
+    return WORDS[token % 10]
+
+
+def prompt(n, seed=0):
+    return random.Random(seed).choices(range(97), k=n)
+
+
+def run(model, cfg, prompts, new, **kwargs):
+    """Tokens of every row, and the parts of every step, of a decode with NaN in every cache slot not yet written."""
+    engine = Engine(model, cfg, token_text, batch=len(prompts), max_length=max(map(len, prompts)) + new, new_tokens=new)
+    for buffer in (engine.cache.k, engine.cache.v, engine.key_norm):
+        buffer.fill_(float("nan"))
+    steps = list(decode(engine, prompts, max_new_tokens=new, **kwargs))
+    return [[s.tokens[b] for s in steps if s.tokens[b] is not None] for b in range(len(prompts))], [s.parts for s in steps]
+
+
+# ---- configuration -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(n_sink=-1), "n_sink = -1; allowed is a whole number of tokens, 0 or more"),
+        (dict(n_select=1.5), "n_select = 1.5; allowed"),
+        (dict(n_select=True), "n_select = True; allowed"),
+        (dict(align=0), "align = 0; allowed"),
+        (dict(max_interval=0), "max_interval = 0; allowed"),
+        (dict(n_evidence=0), "n_evidence = 0; allowed"),
+        (dict(min_gap=65), "min_gap = 65; allowed is at most max_interval = 64"),
+        (dict(n_recent=15), "n_recent = 15; allowed is at least n_evidence = 16"),
+        (dict(policy="often"), "policy = 'often'; allowed are sentence, fixed, never, window, dense"),
+        (dict(selector="best"), "selector = 'best'; allowed are span, paper"),
+        (dict(fusion="harmonic"), "fusion = 'harmonic'; allowed"),
+        (dict(paper_steps=("prior", "pruning")), "paper_steps has 'pruning'; allowed"),
+    ],
+)
+def test_config_errors_say_got_and_allowed(change, message):
+    with pytest.raises(ValueError, match=message):
+        SFIConfig(**change)
+
+
+def test_config_defaults_are_the_specified_ones():
+    c = SFIConfig()
+    assert (c.n_sink, c.n_select, c.n_recent, c.align, c.min_gap, c.max_interval, c.n_evidence) == (4, 1536, 256, 16, 16, 64, 16)
+    assert (c.policy, c.selector) == ("sentence", "span")
+
+
+def test_recent_window_and_candidates_to_the_token():
+    c = SFIConfig(n_sink=4, n_recent=256, align=16)
+    for length, start in ((255, 0), (256, 0), (271, 0), (272, 16), (287, 16), (288, 32), (1000, 736)):
+        assert c.recent_start(length) == start and c.candidates(length) == max(start - 4, 0)
+        assert length - start >= min(256, length) and (start == 0 or length - start < 256 + 16)
+
+
+def test_capacity_and_bytes(tiny):
+    c = SFIConfig()
+    assert c.capacity(100_000, 500) == -(-(4 + 1536 + 256 + 15 + 64) // 16) * 16
+    assert c.capacity(1000, 500) == -(-(4 + (736 - 4) + 256 + 15 + 64) // 16) * 16  # no more than can be filled
+    assert replace(c, policy="never").capacity(100_000, 500) == -(-(4 + 1536 + 256 + 15 + 500) // 16) * 16
+    assert replace(c, policy="window").capacity(100_000, 500) == -(-(4 + 256 + 15 + 64) // 16) * 16
+    assert replace(c, policy="dense").capacity(100_000, 500) == 0
+    engine = Engine(tiny, SMALL, token_text, batch=2, max_length=90, new_tokens=20)
+    held = engine.cache.k.nbytes + engine.cache.v.nbytes + engine.key_norm.nbytes
+    assert held == cache_bytes(tiny.config, SMALL, batch=2, max_length=90, new_tokens=20, dtype=torch.float32)
+
+
+def test_positions_that_do_not_fit():
+    config = ModelConfig.from_dict(
+        dict(model_type="qwen3", vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+        | dict(rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64)
+    )
+    check_lengths(config, [60, 3], 4)
+    with pytest.raises(ValueError, match="prompt of 61 tokens [+] 4 new ones = 65; the model has 64 positions"):
+        check_lengths(config, [61, 3], 4)
+    with pytest.raises(ValueError, match="prompt is empty"):
+        check_lengths(config, [5, 0], 4)
+    with pytest.raises(ValueError, match="max_new_tokens = -1"):
+        check_lengths(config, [5], -1)
+
+
+# ---- trigger -------------------------------------------------------------------------------------------------------------------
+
+# SmolLM2 has no token for these characters: 他 comes in bytes, the first of which fires, and the bytes of ？ are no ender.
+IN_BYTES = {"他走了。他回来": ["\N{REPLACEMENT CHARACTER}"], "他走了？他回来": []}
+FIRINGS = [  # text, and the pieces that must fire, each the first token of a new sentence
+    ("It was 98.6 degrees", []),
+    ("at 192.168.1.1 today", []),
+    ("fruit, e.g. the apple", []),
+    ("and so on, i.e. no more", []),
+    ("It ended.\n\nThe day", ["The"]),
+    ("It ended. The day", [" The"]),
+    ("Well... Then it rained", [" Then"]),
+    ("What?! No", [" No"]),
+    ('She said "go." She left', [" She"]),
+    ("He left! (Quietly.) Then", [" (", " Then"]),
+    ("他走了。他回来", ["他"]),
+    ("他走了？他回来", ["他"]),
+    ("“Stop.” He turned", [" He"]),
+    ("see www.example.com now", []),
+    ("Version 3.14 is out", []),
+    ("It ended.  The day", [" The"]),
+    ("Is it 5? 6 is more", ["6"]),
+]
+
+
+def fired(pieces):
+    armed, out = "no", []
+    for piece in pieces:
+        armed, fires = advance(armed, piece)
+        out += [piece] * fires
+    return out
+
+
+@pytest.mark.parametrize("name", ["qwen3", "smollm2"])
+@pytest.mark.parametrize("text, want", FIRINGS, ids=[text for text, _ in FIRINGS])
+def test_trigger_on_real_tokens(name, text, want, request):
+    if name == "qwen3":
+        path = SHARED / "data" / "qwen3_tokenizer" / "tokenizer.json"
+        if not path.exists():
+            pytest.skip("the published Qwen3 tokenizer is not beside the project")
+        tokenizer = Tokenizer.from_file(str(path))
+    else:
+        tokenizer, want = request.getfixturevalue("smollm2")[1].tokenizer, IN_BYTES.get(text, want)
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode(text).ids]
+    assert fired(pieces) == want, pieces
+
+
+@pytest.mark.parametrize(
+    "pieces, want",
+    [
+        ([".", " The"], [" The"]),
+        ([".", "The"], []),  # no white space between
+        ([". ", "The"], ["The"]),
+        ([".", " ", "The"], ["The"]),
+        ([".", '"', " The"], [" The"]),
+        ([".", ' "', "Hello"], ["Hello"]),
+        ([".", " the", " The"], []),  # the lower-case start used the ender up
+        (["e", ".g", ".", " the"], []),
+        (["3", ".", "14"], []),
+        (["。", "他"], ["他"]),
+        (["。”", "他"], ["他"]),
+        (["?!", " No"], [" No"]),
+        (["…", " Then"], [" Then"]),
+        ([".", "", " The"], [" The"]),  # a token without text, such as half a character
+        ([". The", " end"], []),
+        ([".", " 7"], [" 7"]),
+    ],
+)
+def test_trigger_rules(pieces, want):
+    assert fired(pieces) == want
+
+
+# ---- leaf operations -----------------------------------------------------------------------------------------------------------
+
+
+def test_append_writes_what_is_named_and_nothing_else():
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 4, 2, 3, 8)  # (B, T, K, D)
+    K, V = torch.full((2, 4, 3, 10 + 20, 8), float("nan"))
+    norm = torch.full((4, 3, 20), float("nan"))
+    append(k, v, K, V, norm, torch.tensor([5, 0, -1, 18]), torch.tensor([-1, 7, -1, 0]))
+    for cache, new in ((K, k), (V, v)):
+        want = torch.full_like(cache, float("nan"))
+        for row, slots in ((0, [15]), (1, [10, 7]), (3, [28, 0])):
+            for slot in slots:
+                want[row, :, slot : slot + 2] = new[row].transpose(0, 1)
+        torch.testing.assert_close(cache, want, equal_nan=True, rtol=0, atol=0)
+    want = torch.full_like(norm, float("nan"))
+    for row, p in ((0, 5), (1, 0), (3, 18)):
+        want[row, :, p : p + 2] = k[row].square().sum(-1).sqrt().T
+    torch.testing.assert_close(norm, want, equal_nan=True)
+
+
+def test_rebuild_packs_sinks_selected_and_recent():
+    K, V = torch.randn(2, 3, 30 + 50, 8)
+    full = K[:, 30:].clone()
+    slots = torch.tensor([[5, 9, 20], [2, 3, 4], [7, 21, 22]])
+    rebuild(K, V, slots, 30, 2, 24, 33)
+    for head in range(3):
+        want = [0, 1, *slots[head].tolist(), *range(24, 33)]
+        assert torch.equal(K[head, : len(want)], full[head, want])
+    assert torch.equal(K[:, 30:], full)
+
+
+def test_memory_holds_kv_heads(tiny):
+    engine = Engine(tiny, SMALL, token_text, batch=2, max_length=60, new_tokens=10)
+    assert engine.cache.k.shape == (3, 2, 3, engine.cap + 60, 16)  # K = 3 of H = 9 heads
+    assert isinstance(engine.cache, KVCache)
+
+
+# ---- dense passes --------------------------------------------------------------------------------------------------------------
+
+
+def test_whole_prompt_chunks_and_token_by_token_agree(tiny):
+    tokens = prompt(83)
+    want = dense_logits(tiny, torch.tensor([tokens]))[0, -1]
+
+    def last(pieces, chunk=512):
+        engine = Engine(tiny, replace(SMALL, policy="dense"), token_text, max_length=83, new_tokens=0)
+        for piece in pieces:
+            logits, _ = engine.prefill(0, piece, chunk=chunk)
+        return logits[0], engine
+
+    for logits, _ in (last([tokens]), last([tokens], chunk=13), last([tokens[:40], tokens[40:]]), last([[t] for t in tokens])):
+        torch.testing.assert_close(logits, want, atol=1e-5, rtol=0)
+    _, whole = last([tokens])
+    _, single = last([[t] for t in tokens])
+    torch.testing.assert_close(whole.cache.k, single.cache.k, atol=1e-5, rtol=0)
+
+
+def test_prompt_is_split_evenly_so_that_the_last_chunk_is_evidence_enough(tiny):
+    for n in (1, 4, 5, 9, 10, 11, 21, 83):
+        engine = Engine(tiny, SMALL, token_text, max_length=n, new_tokens=0)
+        pieces = []
+        engine.prefill(0, prompt(n), chunk=1, progress=pieces.append)
+        assert sum(pieces) == n and pieces[-1] >= min(SMALL.n_evidence, n) and max(pieces) - min(pieces) <= 1
+
+
+def test_evidence_is_the_true_attention_of_the_step(tiny):
+    """What the Selector gets must be the softmax attention after QK-norm and RoPE, candidates only, of the last queries."""
+    seen = []
+
+    def spy(scores, key_norm, n, cfg):
+        seen.append((scores, key_norm))
+        return select(scores, key_norm, n, cfg)
+
+    engine = Engine(tiny, SMALL, token_text, max_length=70, new_tokens=5)
+    engine.ops = engine.ops._replace(select=spy)
+    tokens = prompt(61)
+    engine.prefill(0, tokens, chunk=20)
+    assert len(seen) == 3
+    q, k = {}, {}
+    grab = lambda layer, q_, k_, v: (q.setdefault(layer, q_), k.setdefault(layer, k_), engine_attention(q_, k_, v))[2]  # noqa: E731
+
+    def engine_attention(q_, k_, v):
+        K, V = (x.transpose(1, 2).repeat_interleave(3, dim=1) for x in (k_, v))
+        return torch.nn.functional.scaled_dot_product_attention(q_.transpose(1, 2), K, V, is_causal=True).transpose(1, 2)
+
+    tiny(torch.tensor([tokens]), torch.arange(61)[None], grab)
+    high = (61 - 8) // 4 * 4
+    for layer, (scores, key_norm) in enumerate(seen):
+        torch.testing.assert_close(key_norm, k[layer][0, 2:high].norm(dim=-1).T, atol=1e-5, rtol=0)
+        assert scores.shape == (3, 3 * 5, high - 2)
+        for head in range(9):
+            for w in range(5):
+                want = (q[layer][0, 56 + w, head] @ k[layer][0, 2:high, head // 3].T / 16**0.5).softmax(-1)
+                got = scores[head // 3, head % 3 * 5 + w].softmax(-1)
+                torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+# ---- the whole against a naive simulation ----------------------------------------------------------------------------------------
+
+
+class Naive:
+    """One row, written to be obvious: keeps every k and v in lists, and hides from attention what a step may not see by a mask."""
+
+    def __init__(self, model, cfg):
+        self.model, self.cfg = model, cfg
+        self.k, self.v = ([[] for _ in range(model.config.num_hidden_layers)] for _ in range(2))
+        self.visible = None  # per layer and KV head: the set of positions in the memory
+        self.armed, self.since, self.reasons = "no", 0, []
+
+    def forward(self, tokens, dense, refresh):
+        first, n_evidence = len(self.k[0]), min(self.cfg.n_evidence, len(tokens))
+        total = first + len(tokens)
+        low, high = self.cfg.n_sink, self.cfg.recent_start(total)
+        chosen = []
+
+        def attention(layer, q, k, v):
+            self.k[layer] += list(k[0])
+            self.v[layer] += list(v[0])
+            K, V = torch.stack(self.k[layer]), torch.stack(self.v[layer])  # (S, K, D)
+            out = torch.zeros_like(q)
+            scores = torch.empty(3, 3 * n_evidence, total)
+            for t in range(len(tokens)):
+                for h in range(9):
+                    s = K[:, h // 3] @ q[0, t, h] / 4.0
+                    if t >= len(tokens) - n_evidence:
+                        scores[h // 3, h % 3 * n_evidence + t - len(tokens) + n_evidence] = s
+                    see = torch.arange(total) <= first + t
+                    if not dense:
+                        see &= torch.tensor([p in self.visible[layer][h // 3] or p == first + t for p in range(total)])
+                    out[0, t, h] = s.masked_fill(~see, -torch.inf).softmax(0) @ V[:, h // 3]
+            if refresh:
+                norm = torch.stack([K[low:high, j].norm(dim=-1) for j in range(3)])
+                slots = select(scores[:, :, low:high], norm, self.cfg.n_select, self.cfg) if self.cfg.budget else [[]] * 3
+                chosen.append([set(range(low)) | {int(p) for p in row} | set(range(high, total)) for row in slots])
+            return out
+
+        logits = self.model(torch.tensor([tokens]), torch.arange(first, total)[None], attention)[0, -1]
+        if refresh:
+            self.visible = chosen
+        elif not dense:
+            for layer in self.visible:
+                for head in layer:
+                    head.add(first)
+        return logits
+
+    def prefill(self, tokens):
+        refresh = self.cfg.policy != "dense" and self.cfg.candidates(len(tokens)) > self.cfg.budget
+        return self.forward(tokens, True, refresh)
+
+    def step(self, token):
+        cfg, n = self.cfg, len(self.k[0])
+        self.armed, fires = advance(self.armed, token_text(token))
+        slow = None
+        if cfg.policy == "dense":
+            slow = "dense"
+        elif self.visible is None and cfg.candidates(n + (cfg.policy != "window")) <= cfg.budget:
+            slow = "short"
+        elif cfg.policy == "window":
+            if self.visible is None or self.since == cfg.max_interval:
+                memory = set(range(cfg.n_sink)) | set(range(cfg.recent_start(n), n))
+                self.visible = [[set(memory) for _ in range(3)] for _ in range(3)]
+                self.since = 0
+        elif self.visible is None:
+            slow = "first"
+        elif cfg.policy == "sentence" and fires and self.since >= cfg.min_gap:
+            slow = "sentence"
+        elif cfg.policy in ("sentence", "fixed") and self.since == cfg.max_interval:
+            slow = "interval"
+        self.reasons.append(slow or "fast")
+        self.since = 0 if slow else self.since + 1
+        return self.forward([token], bool(slow), slow not in (None, "short", "dense"))
+
+
+CONFIGS = {
+    "sentence-span": SMALL,
+    "sentence-paper": replace(SMALL, selector="paper"),
+    "geometric": replace(SMALL, selector="paper", fusion="geometric"),
+    "fixed": replace(SMALL, policy="fixed", max_interval=5),
+    "never": replace(SMALL, policy="never"),
+    "window": replace(SMALL, policy="window"),
+    "dense": replace(SMALL, policy="dense"),
+    "no-sinks": replace(SMALL, n_sink=0, align=1),
+    "nothing-selected": replace(SMALL, n_select=0),
+    "one-by-one": replace(SMALL, min_gap=0, max_interval=1),
+}
+
+
+@pytest.mark.parametrize("n", [1, 21, 26, 60])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_engine_equals_naive_simulation(tiny, name, n):
+    """Logits at every step and the reason of every step; prompts short, just short, just long enough and long."""
+    cfg, tokens, fed = CONFIGS[name], prompt(n, seed=n), prompt(40, seed=1)
+    naive = Naive(tiny, cfg)
+    engine = Engine(tiny, cfg, token_text, max_length=n + 40, new_tokens=40)
+    for buffer in (engine.cache.k, engine.cache.v, engine.key_norm):
+        buffer.fill_(float("nan"))
+    torch.testing.assert_close(engine.prefill(0, tokens)[0][0], naive.prefill(tokens), atol=1e-4, rtol=0)
+    for i, token in enumerate(fed):
+        logits, (part,) = engine.step([token])
+        torch.testing.assert_close(logits[0], naive.step(token), atol=1e-4, rtol=0)
+        assert part.reason == naive.reasons[i] and part.length == n + i + 1
+        if part.reason == "fast":
+            assert part.visible == len(naive.visible[0][0]) <= engine.cap
+    reasons = set(naive.reasons)
+    expected = {"dense": {"dense"}, "window": {"fast"}, "never": {"fast"}, "fixed": {"fast", "interval"}}
+    if n == 60:
+        assert reasons == expected.get(cfg.policy, {"fast", "sentence", "interval"} if cfg.min_gap else {"fast", "sentence"}) or name == "one-by-one"
+
+
+def test_sentence_start_inside_the_gap_is_dropped_not_postponed(tiny):
+    """Tokens 2, 3 are ".", " Then"; the start fires at since = 2 < min_gap = 3, and nothing is made up for later."""
+    engine = Engine(tiny, replace(SMALL, max_interval=50), token_text, max_length=100, new_tokens=40)
+    engine.prefill(0, prompt(60))
+    reasons = [engine.step([t])[1][0].reason for t in (0, 2, 3, 0, 0, 0, 2, 3, 0)]
+    assert reasons == ["fast"] * 7 + ["sentence"] + ["fast"]
+
+
+@pytest.mark.parametrize("around", [-1, 0, 1])
+@pytest.mark.parametrize("length", [1, 3, 2, 2 + 8, 2 + 8 + 10, 24])
+def test_nothing_to_select_is_identical_to_dense(tiny, length, around):
+    """At every boundary: one token, the sinks, sinks + recent, and where the candidates become N (24 to 25 tokens)."""
+    n = max(length + around, 1)
+    new = 24 - n  # candidates = N up to 23 + 1 tokens
+    if new < 1:
+        return
+    want, _ = run(tiny, replace(SMALL, policy="dense"), [prompt(n)], new)
+    got, parts = run(tiny, SMALL, [prompt(n)], new)
+    assert got == want
+    assert {p.reason for (p,) in parts[1:]} <= {"short"}
+    engines = [Engine(tiny, cfg, token_text, max_length=24, new_tokens=24 - n) for cfg in (SMALL, replace(SMALL, policy="dense"))]
+    logits = [engine.prefill(0, prompt(n))[0] for engine in engines]
+    for token in prompt(new, seed=5):
+        assert torch.equal(*logits)
+        logits = [engine.step([token])[0] for engine in engines]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("n, reasons", [(18, ["short"] * 5 + ["first", "fast"]), (23, ["first", "fast"]), (24, ["fast", "fast"])])
+def test_first_refresh_comes_with_the_first_candidate_too_many(tiny, n, reasons):
+    """N = 10, 2 sinks, 8 recent, aligned to 4: 23 tokens leave 10 candidates, 24 leave 14."""
+    assert SMALL.candidates(23) == 10 and SMALL.candidates(24) == 14
+    engine = Engine(tiny, replace(SMALL, max_interval=30), token_text, max_length=60, new_tokens=30)
+    engine.prefill(0, prompt(n))
+    assert [engine.step([0])[1][0].reason for _ in reasons] == reasons
+
+
+# ---- batch ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["sentence-span", "sentence-paper", "window", "dense"])
+def test_rows_of_a_batch_are_independent(tiny, name, temperature):
+    """Unequal lengths, rows ending at different times, slow and fast rows in one step: each row as if alone."""
+    prompts = [prompt(5, 1), prompt(61, 2), prompt(31, 3)]
+    settings = dict(stop_ids=set(range(3, 97, 10)), temperature=temperature, seed=7)
+    batch, parts = run(tiny, CONFIGS[name], prompts, 40, **settings)
+    for b, p in enumerate(prompts):
+        rows = [[0]] * b + [p]  # the noise belongs to the row, so the row keeps its place
+        alone, alone_parts = run(tiny, CONFIGS[name], rows, 40, **settings)
+        assert batch[b] == alone[b]
+        assert [p[b] for p in parts][: len(batch[b])] == [p[b] for p in alone_parts][: len(batch[b])]
+    if name.startswith("sentence"):
+        assert any({"fast"} < {p.reason for p in step} for step in parts[1:]), "no mixed step was tested"
+    if not temperature:
+        assert len({len(row) for row in batch}) > 1, "all rows ended together"
+
+
+def test_rows_agree_in_logits(tiny):
+    prompts = [prompt(5, 1), prompt(61, 2)]
+    together = Engine(tiny, SMALL, token_text, batch=2, max_length=100, new_tokens=30)
+    alone = [Engine(tiny, SMALL, token_text, max_length=100, new_tokens=30) for _ in prompts]
+    for b, p in enumerate(prompts):
+        torch.testing.assert_close(together.prefill(b, p)[0], alone[b].prefill(0, p)[0], atol=0, rtol=0)
+    for token in prompt(30, 9):
+        logits, _ = together.step([token, token])
+        want = torch.cat([engine.step([token])[0] for engine in alone])
+        torch.testing.assert_close(logits, want, atol=1e-5, rtol=0)
+
+
+# ---- loop ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_counts_bytes_and_ends(tiny):
+    tally = Tally()
+    tokens, parts = run(tiny, SMALL, [prompt(60)], 30)
+    for step in parts:
+        tally.add(step)
+    assert tally.fast + tally.slow == 29 == len(tokens[0]) - 1
+    assert tally.dense == sum(range(61, 90))
+    assert tally.visible == sum(p.visible for (p,) in parts[1:])
+    assert tally.copied == sum(p.copied for (p,) in parts) > parts[0][0].copied > 0
+    first = tokens[0][4]
+    stopped, _ = run(tiny, SMALL, [prompt(60)], 30, stop_ids={first})
+    assert stopped[0] == tokens[0][: tokens[0].index(first) + 1]
+    assert run(tiny, SMALL, [prompt(60)], 0) == ([[]], [])
+    assert len(run(tiny, SMALL, [prompt(60)], 1)[0][0]) == 1
+
+
+def test_capacity_is_never_exceeded():
+    """Property: over random configurations and lengths the memory stays inside its slots and the window never moves back."""
+    rng = random.Random(0)
+    for _ in range(2000):
+        n_evidence, interval = rng.randint(1, 8), rng.randint(1, 40)
+        cfg = SFIConfig(
+            n_sink=rng.randint(0, 6),
+            n_select=rng.randint(0, 60),
+            n_recent=rng.randint(n_evidence, 40),
+            align=rng.randint(1, 20),
+            min_gap=0,
+            max_interval=interval,
+            n_evidence=n_evidence,
+            policy=rng.choice(["sentence", "fixed", "never", "window"]),
+        )
+        length, new = rng.randint(1, 150), rng.randint(1, 60)
+        grown = new if cfg.policy == "never" else interval
+        for refreshed in range(length, length + new):
+            if cfg.candidates(refreshed) > cfg.budget:
+                recent = refreshed - cfg.recent_start(refreshed)
+                assert cfg.n_recent <= recent < cfg.n_recent + cfg.align
+                assert cfg.recent_start(refreshed) > cfg.n_sink
+                left = min(grown, length + new - refreshed)
+                assert cfg.n_sink + cfg.budget + recent + left <= cfg.capacity(length + new, new)
+
+
+def test_fork_continues_from_the_same_tokens(tiny):
+    base = Engine(tiny, replace(SMALL, policy="dense"), token_text, max_length=90, new_tokens=20)
+    base.prefill(0, prompt(60)[:40])
+    fork = base.fork(SMALL)
+    whole = Engine(tiny, SMALL, token_text, max_length=90, new_tokens=20)
+    got, want = fork.prefill(0, prompt(60)[40:])[0], whole.prefill(0, prompt(60))[0]
+    for token in [None, *prompt(20, 4)]:
+        if token is not None:
+            got, want = fork.step([token])[0], whole.step([token])[0]
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+def test_room_is_checked(tiny):
+    engine = Engine(tiny, SMALL, token_text, max_length=5, new_tokens=1)
+    engine.prefill(0, prompt(5))
+    with pytest.raises(ValueError, match="row 0 would have 6 tokens; the engine was made for 5"):
+        engine.step([1])
+    with pytest.raises(ValueError, match="no tokens to feed"):
+        engine.prefill(0, [])
+
+
+# ---- sampling ------------------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_is_the_argmax():
+    logits = torch.randn(3, 50)
+    assert sample(logits, [0, 1, 2], 0.0, 0) == logits.argmax(-1).tolist()
+
+
+def test_sampling_follows_the_softmax():
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    drawn = torch.tensor([sample(logits, [i], 0.7, 3)[0] for i in range(20000)])
+    share = torch.bincount(drawn, minlength=4) / 20000
+    torch.testing.assert_close(share, (logits[0] / 0.7).softmax(0), atol=0.015, rtol=0)
+
+
+def test_noise_depends_on_seed_row_and_position_alone():
+    base = noise(1, 2, 3, 50)
+    assert torch.equal(base, noise(1, 2, 3, 50)) and torch.equal(base[:20], noise(1, 2, 3, 20))
+    for other in (noise(2, 2, 3, 50), noise(1, 3, 3, 50), noise(1, 2, 4, 50), noise(1, 3, 2, 50)):
+        assert not torch.isclose(base, other).any()
+
+
+@pytest.mark.parametrize("temperature, seed, message", [(-0.1, 0, "temperature = -0.1"), (float("nan"), 0, "temperature = nan"), (1, -1, "seed = -1")])
+def test_sampling_errors(temperature, seed, message):
+    with pytest.raises(ValueError, match=message):
+        sample(torch.zeros(1, 4), [0], temperature, seed)
+
+
+def test_logits_that_are_not_finite_are_an_error_not_token_0():
+    with pytest.raises(ValueError, match="not finite"):
+        sample(torch.tensor([[0.0, float("nan")]]), [0], 0.0, 0)
+
+
+def test_config_is_json():
+    from dataclasses import asdict
+
+    assert json.loads(json.dumps(asdict(SFIConfig())))["n_select"] == 1536
