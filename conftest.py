@@ -1,4 +1,6 @@
-"""Shared by the tests: tiny random checkpoints made by transformers, plain dense decoding, and the real small model."""
+"""Shared by the tests: tiny random checkpoints made by transformers, plain dense decoding, and the real small
+model.
+"""
 
 import json
 import os
@@ -14,12 +16,37 @@ from text import Text, read_json
 
 SHARED = Path(__file__).resolve().parent.parent / "shared"
 # Every dimension differs from every other, so that a swapped axis cannot hide.
-SIZES = dict(vocab_size=97, hidden_size=40, intermediate_size=56, num_hidden_layers=3, max_position_embeddings=4096, rms_norm_eps=1e-5)
-MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[1])
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=40,
+    intermediate_size=56,
+    num_hidden_layers=3,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+)
+MOE = dict(
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[1],
+)
 
 
-def make_checkpoint(folder, kind="qwen3", heads=6, kv_heads=2, head_dim=16, max_shard_size="1GB", dtype=torch.float32, **config):
-    """Write a random checkpoint, norm weights and biases randomised; returns transformers' model of it in fp32."""
+def make_checkpoint(
+    folder,
+    kind="qwen3",
+    heads=6,
+    kv_heads=2,
+    head_dim=16,
+    max_shard_size="1GB",
+    dtype=torch.float32,
+    **config,
+):
+    """Write a random checkpoint, norm weights and biases randomised; returns transformers' model of it in
+    fp32.
+    """
     torch.manual_seed(0)
     config = SIZES | (MOE if kind == "qwen3_moe" else {}) | {"rope_theta": 10000.0} | config
     config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
@@ -38,7 +65,9 @@ def make_checkpoint(folder, kind="qwen3", heads=6, kv_heads=2, head_dim=16, max_
 
 
 def transformers_model(folder, dtype):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
 
 
 def edit_config(folder, **changes):
@@ -53,13 +82,17 @@ def load_folder(folder, dtype=torch.float32):
 
 
 def dense_logits(model, tokens, first=0):
-    """Logits (B, T, V) of one dense pass over tokens (B, T), the first of them at position `first`, without the engine."""
+    """Logits (B, T, V) of one dense pass over tokens (B, T), the first of them at position `first`, without
+    the engine.
+    """
     B, T = tokens.shape
     cache = KVCache(model.config, B, T, model.dtype, "cpu")
 
     def attention(layer, q, k, v):
         cache.k[layer], cache.v[layer] = k.transpose(1, 2), v.transpose(1, 2)
-        return attend(q, cache.k[layer], cache.v[layer], torch.zeros(B, dtype=torch.int64), torch.full((B,), T))[0]
+        return attend(
+            q, cache.k[layer], cache.v[layer], torch.zeros(B, dtype=torch.int64), torch.full((B,), T)
+        )[0]
 
     return model(tokens, torch.arange(first, first + T).expand(B, T), attention, n_logits=T)
 
@@ -74,7 +107,9 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """(model in fp32, text, folder) of SmolLM2; where it cannot be fetched the tests are skipped, in CI they fail."""
+    """(model in fp32, text, folder) of SmolLM2; where it cannot be fetched the tests are skipped, in CI they
+    fail.
+    """
     try:
         folder = checkpoints.resolve("smollm2")
     except ValueError as e:

@@ -20,7 +20,16 @@ from tqdm import tqdm
 import checkpoints
 import story
 from model import CPU_HAS_BF16, DTYPES, Model, ModelConfig, load, with_yarn
-from sfi import REFERENCE, SLOW_REASONS, Engine, SFIConfig, Tally, cache_bytes, check_lengths, check_sampling, decode
+from sfi import (
+    SLOW_REASONS,
+    Engine,
+    SFIConfig,
+    Tally,
+    cache_bytes,
+    check_lengths,
+    check_sampling,
+    decode,
+)
 from text import Stream, Text, read_json
 
 
@@ -31,25 +40,62 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    p = Parser("generate.py", description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    p = Parser(
+        "generate.py",
+        description=__doc__.split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
     names = ", ".join(checkpoints.SHORT_NAMES)
     what = p.add_argument_group("what")
-    what.add_argument("--ckpt", default="smollm2", help=f"a folder, a hub id such as Qwen/Qwen3-4B, or one of {names}")
-    what.add_argument("--prompt", nargs="+", metavar="FILE", help="text files, one answer each; - is standard input; none: the built-in text")
-    what.add_argument("--question", metavar="TEXT", help="appended after the text; the built-in text has a question of its own")
+    what.add_argument(
+        "--ckpt", default="smollm2", help=f"a folder, a hub id such as Qwen/Qwen3-4B, or one of {names}"
+    )
+    what.add_argument(
+        "--prompt",
+        nargs="+",
+        metavar="FILE",
+        help="text files, one answer each; - is standard input; none: the built-in text",
+    )
+    what.add_argument(
+        "--question",
+        metavar="TEXT",
+        help="appended after the text; the built-in text has a question of its own",
+    )
     what.add_argument("--raw", action="store_true", help="feed the text as it is, without the chat template")
-    what.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="tokens to generate at most")
-    what.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token, 1 samples as trained")
+    what.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="tokens to generate at most"
+    )
+    what.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token, 1 samples as trained",
+    )
     what.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
     where = p.add_argument_group("model and machine")
-    where.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bfloat16 where the processor has it, else float32")
-    where.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
-    where.add_argument("--yarn", type=float, metavar="FACTOR", help="stretch the model's positions, 4 for Qwen3 at 131072")
+    where.add_argument(
+        "--dtype",
+        choices=["auto", *DTYPES],
+        default="auto",
+        help="auto: bfloat16 where the processor has it, else float32",
+    )
+    where.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one"
+    )
+    where.add_argument(
+        "--yarn", type=float, metavar="FACTOR", help="stretch the model's positions, 4 for Qwen3 at 131072"
+    )
     method = p.add_argument_group("method")
-    method.add_argument("--dense", action="store_true", help="every step dense, for comparison: --policy dense")
+    method.add_argument(
+        "--dense", action="store_true", help="every step dense, for comparison: --policy dense"
+    )
     for f in fields(SFIConfig):
         if f.name == "paper_steps":
-            kind = dict(type=lambda s: tuple(filter(None, s.split(","))), metavar="A,B", default=",".join(f.default))
+            kind = dict(
+                type=lambda s: tuple(filter(None, s.split(","))), metavar="A,B", default=",".join(f.default)
+            )
         else:
             kind = dict(type=type(f.default), choices=f.metadata["choices"], default=f.default)
             kind |= {} if f.metadata["choices"] else {"metavar": "N"}
@@ -66,9 +112,13 @@ def read_prompt(name: str) -> str:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as e:
-        raise ValueError(f"--prompt {name}: {e.strerror.lower()}; give a readable text file, or - for standard input") from None
+        raise ValueError(
+            f"--prompt {name}: {e.strerror.lower()}; give a readable text file, or - for standard input"
+        ) from None
     except UnicodeDecodeError as e:
-        raise ValueError(f"--prompt {name}: byte {e.start} is not UTF-8; allowed is UTF-8 text: convert the file, for example with iconv") from None
+        raise ValueError(
+            f"--prompt {name}: byte {e.start} is not UTF-8; allowed is UTF-8 text: convert the file"
+        ) from None
     if not text.strip():
         raise ValueError(f"--prompt {name}: the text is empty; give a file with at least one word")
     return text
@@ -86,7 +136,9 @@ def read_prompts(args) -> list[str]:
 
 def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: PyTorch sees no CUDA device here; use --device cpu, or install a CUDA build of torch")
+        raise ValueError(
+            "--device cuda: PyTorch sees no CUDA device here; use --device cpu, or another torch"
+        )
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -103,15 +155,19 @@ def check_memory(config: ModelConfig, cfg: SFIConfig, sizes: dict, dtype: torch.
     cache = cache_bytes(config, cfg, dtype=dtype, **sizes)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if weights + cache > free:
+        parts = f"{weights / 1e9:.1f} weights + {cache / 1e9:.1f} cache"
         raise ValueError(
-            f"needs {(weights + cache) / 1e9:.1f} GB ({weights / 1e9:.1f} weights, {cache / 1e9:.1f} cache), this machine has {free / 1e9:.1f} GB "
-            "free; choose a smaller model, a shorter prompt or a narrower --dtype"
+            f"needs {(weights + cache) / 1e9:.1f} GB ({parts}), this machine has {free / 1e9:.1f} GB free; "
+            "choose a smaller model, a shorter prompt or a narrower --dtype"
         )
 
 
 def run(args) -> dict:
-    """Check everything that can be checked before the weights load, load, answer; returns what --json prints."""
-    cfg = SFIConfig(**{f.name: getattr(args, f.name) for f in fields(SFIConfig)} | ({"policy": "dense"} if args.dense else {}))
+    """Check all that can be checked before the weights load, load, answer; returns what --json prints."""
+    cfg = SFIConfig(
+        **{f.name: getattr(args, f.name) for f in fields(SFIConfig)}
+        | ({"policy": "dense"} if args.dense else {})
+    )
     check_sampling(args.temperature, args.seed)
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
@@ -120,9 +176,14 @@ def run(args) -> dict:
     config = ModelConfig.from_dict(read_json(folder / "config.json"))
     config = with_yarn(config, args.yarn) if args.yarn is not None else config
     text = Text(folder)
-    ids = [text.encode(prompt, special=True) if args.raw else text.encode(text.chat(prompt)) for prompt in prompts]
+    ids = [
+        text.encode(prompt, special=True) if args.raw else text.encode(text.chat(prompt))
+        for prompt in prompts
+    ]
     check_lengths(config, [len(prompt) for prompt in ids], args.max_new_tokens)
-    sizes = dict(batch=len(ids), max_length=max(map(len, ids)) + args.max_new_tokens, new_tokens=args.max_new_tokens)
+    sizes = dict(
+        batch=len(ids), max_length=max(map(len, ids)) + args.max_new_tokens, new_tokens=args.max_new_tokens
+    )
     check_memory(config, cfg, sizes, dtype, device)
 
     began = time.perf_counter()
@@ -132,25 +193,38 @@ def run(args) -> dict:
     name = str(dtype).removeprefix("torch.")
     if not args.quiet:
         kind = f"{config.model_type}, {sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters"
-        print(f"{args.ckpt}: {kind}, {name} on {device}, {engine.ops.name} backend, policy {cfg.policy}", file=sys.stderr)
+        print(
+            f"{args.ckpt}: {kind}, {name} on {device}, {engine.ops.name} backend, policy {cfg.policy}",
+            file=sys.stderr,
+        )
     result = answer(args, engine, ids, text)
-    facts = {"backend": engine.ops.name, "device": str(device), "dtype": name, "seed": args.seed, "ckpt": args.ckpt}
+    facts = {
+        "backend": engine.ops.name,
+        "device": str(device),
+        "dtype": name,
+        "seed": args.seed,
+        "ckpt": args.ckpt,
+    }
     return {**result, "load_s": load_s, **facts, "config": asdict(cfg)}
 
 
 def answer(args, engine: Engine, ids: list[list[int]], text: Text) -> dict:
-    """Decode all prompts; one prompt streams as it comes, several are printed under their names at the end."""
+    """Decode all prompts; one streams as it comes, several are printed under their names at the end."""
     streams, new, tally = [Stream(text.tokenizer) for _ in ids], [0] * len(ids), Tally()
     stopped = [False] * len(ids)
     show = (lambda piece: print(piece, end="", flush=True)) if len(ids) == 1 else lambda piece: None
     clock = Clock(engine.model.device)
-    with tqdm(total=sum(map(len, ids)), desc="prefill", unit=" tokens", leave=False, disable=args.quiet or None) as bar:
+    with tqdm(
+        total=sum(map(len, ids)), desc="prefill", unit=" tokens", leave=False, disable=args.quiet or None
+    ) as bar:
 
         def progress(n):
             bar.update(n)
             clock.mark("prefill")
 
-        settings = dict(temperature=args.temperature, seed=args.seed, stop_ids=text.stop_ids, progress=progress)
+        settings = dict(
+            temperature=args.temperature, seed=args.seed, stop_ids=text.stop_ids, progress=progress
+        )
         for step in decode(engine, ids, max_new_tokens=args.max_new_tokens, **settings):
             bar.close()
             clock.mark("first_token", once=True)
@@ -205,22 +279,27 @@ class Clock:
 
 def report(r: dict, tally: Tally, cfg: SFIConfig) -> str:
     """What a reader at the terminal wants to know, a few lines."""
-    count = lambda n, what: f"{n:,} {what}"  # noqa: E731
-    ended = ", ".join(sorted(set(r["stop_reason"]))).replace("stop", "end token").replace("length", "--max-new-tokens")
-    lines = [f"{count(sum(r['prompt_tokens']), 'prompt tokens')}, {count(sum(r['new_tokens']), 'new')}, ended by {ended}"]
+    ended = " and ".join(
+        sorted({"stop": "end token", "length": "length limit"}[s] for s in set(r["stop_reason"]))
+    )
+    lines = [f"{sum(r['prompt_tokens']):,} prompt tokens, {sum(r['new_tokens']):,} new, ended by {ended}"]
+    steps, gb = r["slow_steps"] + r["fast_steps"], 1e-9
+    if not steps:
+        return f"{lines[0]}; prefill {r['prefill_s']:.1f} s"
     slow = ", ".join(f"{n} {reason}" for reason, n in r["slow_reasons"].items() if n)
-    steps = r["slow_steps"] + r["fast_steps"]
-    if steps:
-        lines.append(f"steps: {r['fast_steps']} fast, {r['slow_steps']} slow" + f" ({slow})" * bool(slow))
-        lines.append(f"KV cache read: {r['kv_bytes_read'] / 1e9:.2f} GB; dense decoding reads {r['kv_bytes_dense'] / 1e9:.2f} GB")
+    lines.append(f"steps: {r['fast_steps']} fast, {r['slow_steps']} slow" + f" ({slow})" * bool(slow))
     if tally.fast:
-        lines[-2] += f"; a fast step reads {tally.fast_visible / tally.fast:,.0f} of {tally.dense / steps:,.0f} tokens"
-    elif cfg.policy != "dense" and steps:
-        lines.append(f"everything fits into the memory of {cfg.n_sink + cfg.budget + cfg.n_recent:,} tokens: equal to dense decoding")
-    times = [f"prefill {r['prefill_s']:.1f} s"]
-    if steps:
-        times.append(f"decode {r['decode_s']:.1f} s, {r['tokens_per_s']:.1f} tokens/s")
-    return "\n".join([*lines, ", ".join(times)])
+        visible, dense = tally.fast_visible / tally.fast, tally.dense / steps
+        lines[-1] += f"; a fast step reads {visible:,.0f} tokens of {dense:,.0f}"
+    elif cfg.policy != "dense":
+        memory = cfg.n_sink + cfg.budget + cfg.n_recent
+        lines.append(f"everything fits into the memory of {memory:,} tokens: equal to dense decoding")
+    read, dense = r["kv_bytes_read"] * gb, r["kv_bytes_dense"] * gb
+    lines.append(
+        f"KV cache read: {read:.2f} GB, {100 * read / dense:.0f} % of dense decoding's {dense:.2f} GB"
+    )
+    times = f"decode {r['decode_s']:.1f} s, {r['tokens_per_s']:.1f} tokens/s"
+    return "\n".join([*lines, f"prefill {r['prefill_s']:.1f} s, {times}"])
 
 
 def main(argv=None):

@@ -1,14 +1,16 @@
 """Qwen3, Qwen3-MoE and Llama-type decoders, and the KV cache they run on.
 
-One skeleton serves all three: QK-norm, biases, a tied head and expert MLPs are facts of config.json.  Parameter names are the
-checkpoint's, so loading is a loop.  The attention is an argument of the forward pass, `attention(layer, q, k, v) -> out`: this
-file rotates queries and keys and projects the result, and what is cached and which part of it is read is the caller's business
-(`sfi.py`).  Sources: the Qwen3 report (arXiv 2505.09388), RoPE (2104.09864), YaRN (2309.00071), and the published checkpoints.
+One skeleton serves all three: QK-norm, biases, a tied head and expert MLPs are facts of config.json.
+Parameter names are the checkpoint's, so loading is a loop.  The attention is an argument of the forward pass,
+`attention(layer, q, k, v) -> out`: this file rotates queries and keys and projects the result, and what is
+cached and which part of it is read is the caller's business (`sfi.py`).  Sources: the Qwen3 report (arXiv
+2505.09388), RoPE (2104.09864), YaRN (2309.00071), and the published checkpoints.
 
-Letters, here and in every file (METHOD is the Slow-Fast Inference paper, arXiv 2603.12038):
-    B rows of the batch   T new tokens    S cached tokens    L layers       C hidden_size   V vocabulary   D head_dim
-    H query heads         K KV heads      G = H/K, and query head h = k*G + g reads KV head k
-    N selected tokens     W evidence queries                 R = G*W evidence rows of one KV head
+Letters, here and in every file:
+    B rows of the batch    T new tokens    S cached tokens    L layers
+    C hidden_size          V vocabulary    D head_dim
+    H query heads          K KV heads      G = H/K, and query head h = k*G + g reads KV head k
+    N selected tokens      W evidence queries                 R = G*W evidence rows of one KV head
 Read next: `selector.py`, then `sfi.py`.
 """
 
@@ -27,7 +29,7 @@ MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this processor multiplies bfloat16 itself; without, PyTorch's CPU products in it are several times slower."""
+    """Whether this processor multiplies bfloat16 itself; elsewhere PyTorch's products in it are slow."""
     has = getattr(torch.cpu, "get_capabilities", dict)()
     return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
 
@@ -35,12 +37,9 @@ def cpu_has_bf16() -> bool:
 CPU_HAS_BF16 = cpu_has_bf16()
 
 
-# ---- blueprint -----------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: `default`, or `yarn` (arXiv 2309.00071), which stretches `original` positions by `factor`."""
+    """Rotary embedding: `default`, or `yarn`, which stretches `original` positions by `factor`."""
 
     theta: float
     type: str = "default"
@@ -54,7 +53,9 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What config.json says, under its names; `from_dict` refuses by name whatever this file does not compute."""
+    """What config.json says, under its names; `from_dict` refuses by name whatever this file does not
+    compute.
+    """
 
     model_type: str
     vocab_size: int
@@ -85,11 +86,19 @@ class ModelConfig:
     @property
     def max_positions(self) -> int:
         """Positions the model can serve: factor * original under YaRN."""
-        return round(self.rope.factor * self.rope.original) if self.rope.type == "yarn" else self.max_position_embeddings
+        return (
+            round(self.rope.factor * self.rope.original)
+            if self.rope.type == "yarn"
+            else self.max_position_embeddings
+        )
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer's MLP is a mixture of experts."""
-        return self.num_experts > 0 and layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+        return (
+            self.num_experts > 0
+            and layer not in self.mlp_only_layers
+            and (layer + 1) % self.decoder_sparse_step == 0
+        )
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of K and V that one token adds to the cache, all layers together."""
@@ -97,15 +106,21 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, c: dict) -> "ModelConfig":
-        """Check a parsed config.json and keep what the model needs; ValueError names the key, its value and what is allowed."""
+        """Check a parsed config.json and keep what the model needs; ValueError names the key, its value and
+        what is allowed.
+        """
 
         def need(key):
             if c.get(key) is None:
-                raise ValueError(f"config.json has no {key}; it is needed, so fetch the checkpoint's own config.json")
+                raise ValueError(
+                    f"config.json has no {key}; it is needed, so fetch the checkpoint's own config.json"
+                )
             return c[key]
 
         def refuse(key, allowed):
-            raise ValueError(f"config.json has {key} = {json.dumps(c.get(key))}; this loader supports {allowed}")
+            raise ValueError(
+                f"config.json has {key} = {json.dumps(c.get(key))}; this loader supports {allowed}"
+            )
 
         kind = need("model_type")
         if kind not in MODEL_TYPES:
@@ -117,7 +132,10 @@ class ModelConfig:
             refuse(key, "full attention in every layer: sliding-window attention is not computed here")
         if c.get("hidden_act", "silu") != "silu":
             refuse("hidden_act", "silu")
-        heads, kv_heads = need("num_attention_heads"), c.get("num_key_value_heads") or need("num_attention_heads")
+        heads, kv_heads = (
+            need("num_attention_heads"),
+            c.get("num_key_value_heads") or need("num_attention_heads"),
+        )
         if heads % kv_heads:
             refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
         moe = {}
@@ -137,18 +155,25 @@ class ModelConfig:
             attention_bias=bool(c.get("attention_bias", False)),
             mlp_bias=bool(c.get("mlp_bias", False)),
             dtype=str(c.get("dtype") or c.get("torch_dtype") or "float32"),
-            **{key: need(key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")},
+            **{
+                key: need(key)
+                for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+            },
             **{key: need(key) for key in ("rms_norm_eps", "max_position_embeddings")},
             **moe,
         )
 
 
 def rope_config(c: dict) -> RopeConfig:
-    """RoPE facts from either spelling: `rope_theta` + `rope_scaling`, or both inside `rope_parameters` (newer transformers)."""
+    """RoPE facts from either spelling: `rope_theta` + `rope_scaling`, or both inside `rope_parameters` (newer
+    transformers).
+    """
     r = dict(c.get("rope_scaling") or {}) | dict(c.get("rope_parameters") or {})
     theta, kind = r.get("rope_theta", c.get("rope_theta")), r.get("rope_type") or r.get("type") or "default"
     if theta is None:
-        raise ValueError("config.json has no rope_theta, at the top or under rope_parameters; it has no safe default, so add it")
+        raise ValueError(
+            "config.json has no rope_theta, at the top or under rope_parameters; add the model's own"
+        )
     if kind not in ("default", "yarn"):
         raise ValueError(f"config.json has rope type {kind!r}; this loader supports 'default' and 'yarn'")
     if c.get("partial_rotary_factor", r.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -159,13 +184,22 @@ def rope_config(c: dict) -> RopeConfig:
     factor = r.get("factor") or c["max_position_embeddings"] / original
     scale = r.get("attention_factor") or yarn_scale(factor, r.get("mscale"), r.get("mscale_all_dim"))
     return RopeConfig(
-        theta, "yarn", factor, original, scale, r.get("beta_fast") or 32.0, r.get("beta_slow") or 1.0, r.get("truncate", True)
+        theta,
+        "yarn",
+        factor,
+        original,
+        scale,
+        r.get("beta_fast") or 32.0,
+        r.get("beta_slow") or 1.0,
+        r.get("truncate", True),
     )
 
 
 def yarn_scale(factor, mscale=None, mscale_all_dim=None) -> float:
-    """YaRN's attention factor: 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), or the ratio of two where a checkpoint weighs it."""
-    scale = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0  # noqa: E731
+    """YaRN's attention factor: 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), or the ratio of two where a
+    checkpoint weighs it.
+    """
+    scale = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
@@ -175,7 +209,9 @@ def with_yarn(config: ModelConfig, factor: float) -> ModelConfig:
     Qwen3's 40960 positions are 32768 to read plus 8192 to answer; its model cards stretch the 32768.
     """
     if not 1.0 < factor < math.inf:
-        raise ValueError(f"yarn = {factor}; allowed is a factor above 1, such as 4 for Qwen3 at 131072 positions")
+        raise ValueError(
+            f"yarn = {factor}; allowed is a factor above 1, such as 4 for Qwen3 at 131072 positions"
+        )
     reserved = config.qk_norm and config.max_position_embeddings == 40960
     original = config.rope.original or (32768 if reserved else config.max_position_embeddings)
     rope = RopeConfig(config.rope.theta, "yarn", factor, original, yarn_scale(factor))
@@ -185,13 +221,15 @@ def with_yarn(config: ModelConfig, factor: float) -> ModelConfig:
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Angle per position of each rotated pair, (D/2,) fp32.
 
-    YaRN keeps the pairs that turn more than beta_fast times within the original positions, divides by `factor` those that turn
-    less than beta_slow times, and blends linearly, by pair number, in between (arXiv 2309.00071, section 3.2).
-    """
+    YaRN keeps the pairs that turn more than beta_fast times within the original positions, divides by
+    `factor` those that turn less than beta_slow times, and blends linearly, by pair number, in between (arXiv
+    2309.00071, section 3.2)."""
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.type == "default":
         return inv_freq
-    pair = lambda turns: head_dim * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))  # noqa: E731
+    pair = lambda turns: (
+        head_dim * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    )
     first, last = pair(rope.beta_fast), pair(rope.beta_slow)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
@@ -201,17 +239,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     return inv_freq * (1 - stretched) + inv_freq / rope.factor * stretched
 
 
-# ---- modules -------------------------------------------------------------------------------------------------------------------
-
-
 class Linear(nn.Linear):
     def forward(self, x):
         """x @ weight.T (+ bias), (..., in) -> (..., out), in x's dtype.
 
-        On a processor without bf16 instructions PyTorch's half-precision matrix products run at a fraction of the fp32 ones
-        (measured at 512 rows: 7 times slower).  With several rows it pays to widen the weight for the product; with one the
-        product is bound by reading the weight, and narrow is better.
-        """
+        On a processor without bf16 instructions PyTorch's half-precision matrix products run at a fraction of
+        the fp32 ones (measured at 512 rows: 7 times slower).  With several rows it pays to widen the weight
+        for the product; with one the product is bound by reading the weight, and narrow is better."""
         narrow_cpu = x.device.type == "cpu" and x.dtype != torch.float32 and not CPU_HAS_BF16
         if narrow_cpu and x.numel() >= 8 * x.shape[-1]:
             bias = None if self.bias is None else self.bias.float()
@@ -225,7 +259,9 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
 
     def forward(self, x):
-        """x / rms(x) * weight over the last dimension, in fp32; one rounding at the end (transformers rounds before the weight)."""
+        """x / rms(x) * weight over the last dimension, in fp32; one rounding at the end (transformers rounds
+        before the weight).
+        """
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
@@ -248,7 +284,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(self, x, cos, sin, attention):
-        heads = lambda y: y.unflatten(-1, (-1, self.head_dim))  # noqa: E731  (B, T, heads * D) -> (B, T, heads, D)
+        heads = lambda y: y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads * D) -> (B, T, heads, D)
         q = rotate(self.q_norm(heads(self.q_proj(x))), cos, sin)  # (B, T, H, D)
         k = rotate(self.k_norm(heads(self.k_proj(x))), cos, sin)  # (B, T, K, D)
         out = attention(self.layer, q, k, heads(self.v_proj(x)))  # (B, T, H, D)
@@ -267,17 +303,23 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Mixture of experts: each token goes through num_experts_per_tok of the MLPs, weighted by the router's softmax (fp32)."""
+    """Mixture of experts: each token goes through num_experts_per_tok of the MLPs, weighted by the router's
+    softmax (fp32).
+    """
 
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.top_k, self.norm_topk_prob = c.num_experts_per_tok, c.norm_topk_prob
         self.gate = Linear(c.hidden_size, c.num_experts, bias=False)
-        self.experts = nn.ModuleList(MLP(c.hidden_size, c.moe_intermediate_size) for _ in range(c.num_experts))
+        self.experts = nn.ModuleList(
+            MLP(c.hidden_size, c.moe_intermediate_size) for _ in range(c.num_experts)
+        )
 
     def forward(self, x):
         tokens = x.flatten(0, -2)  # (B*T, C)
-        weight, chosen = torch.softmax(self.gate(tokens).float(), dim=-1).topk(self.top_k)  # (B*T, top_k) both
+        weight, chosen = torch.softmax(self.gate(tokens).float(), dim=-1).topk(
+            self.top_k
+        )  # (B*T, top_k) both
         if self.norm_topk_prob:
             weight = weight / weight.sum(dim=-1, keepdim=True)
         out = torch.zeros_like(tokens)
@@ -316,7 +358,9 @@ class Model(nn.Module):
 
     @torch.inference_mode()
     def forward(self, tokens, positions, attention, n_logits=1):
-        """Logits (B, n_logits, V) fp32 of the last n_logits of tokens (B, T) at absolute positions (B, T), both int64."""
+        """Logits (B, n_logits, V) fp32 of the last n_logits of tokens (B, T) at absolute positions (B, T),
+        both int64.
+        """
         angle = positions[..., None, None].float() * self.inv_freq  # (B, T, 1, D/2)
         scale = self.config.rope.attention_factor
         cos, sin = angle.cos() * scale, angle.sin() * scale
@@ -336,14 +380,12 @@ class Model(nn.Module):
         return self.model["embed_tokens"].weight.device
 
 
-# ---- KV cache ------------------------------------------------------------------------------------------------------------------
-
-
 class KVCache:
-    """Keys and values of every layer, head and row: k and v, (L, B, K, slots, D) each, one allocation for K and one for V.
+    """Keys and values of every layer, head and row: k and v, (L, B, K, slots, D) each, one allocation for K
+    and one for V.
 
-    Keys are cached after QK-norm and RoPE.  Memory is left as the allocator gives it: a slot has no value before it is written.
-    """
+    Keys are cached after QK-norm and RoPE.  Memory is left as the allocator gives it: a slot has no value
+    before it is written."""
 
     def __init__(self, c: ModelConfig, batch: int, slots: int, dtype: torch.dtype, device):
         shape = (c.num_hidden_layers, batch, c.num_key_value_heads, slots, c.head_dim)
@@ -353,35 +395,36 @@ class KVCache:
 def attend(q, K, V, start, length, n_scores=0):
     """Causal attention of each row over its own span of slots: the reference, and on a CPU the fast way too.
 
-    q (B, T, H, D); K, V (B, K, slots, D) of one layer; start, length (B,) int64.  Row b reads slots [start, start + length), the
-    last T of which are its own tokens: query t sees length - T + t + 1 of them.  A row of length 0 gives zeros.
-    Returns out (B, T, H, D), and, if n_scores > 0, one (K, G * n_scores, length) fp32 tensor a row with the scaled scores
-    q.k / sqrt(D) of the last n_scores queries, evidence row g * n_scores + w (rounded to the cache dtype; not masked).
+    q (B, T, H, D); K, V (B, K, slots, D) of one layer; start, length (B,) int64.  Row b reads slots
+    [start, start + length), the last T of which are its own tokens: query t sees length - T + t + 1 of them.
+    A row of length 0 gives zeros.  Returns out (B, T, H, D) and, if n_scores > 0, one fp32 tensor a row,
+    (K, G * n_scores, length): the scaled scores q.k / sqrt(D) of the last n_scores queries, not masked,
+    rounded to the cache dtype; its row g * n_scores + w belongs to query head g of the group and query w.
 
-    The G query heads of a KV head become the rows of one product, so K and V are read once, not G times.  The lengths are read on
-    the host: nothing on a CPU, one wait a layer on a GPU.
+    The G query heads of a KV head become the rows of one product, so K and V are read once, not G times.
+    The lengths are read on the host: nothing on a CPU, one wait a layer on a GPU.
     """
-    B, T, H, D = q.shape
-    n_kv = K.shape[1]
+    _, T, H, D = q.shape
+    n_kv, G = K.shape[1], H // K.shape[1]
     out, scores = torch.zeros_like(q), [] if n_scores else None
     for b, (first, n) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
         if n == 0:
             if n_scores:
-                scores.append(q.new_zeros((n_kv, H // n_kv * n_scores, 0), dtype=torch.float32))
+                scores.append(q.new_zeros((n_kv, G * n_scores, 0), dtype=torch.float32))
             continue
         keys, values = K[b, :, first : first + n], V[b, :, first : first + n]  # (K, n, D)
         queries = q[b].unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3)  # (K, G, T, D)
-        mask = None if T == 1 else torch.ones(T, n, dtype=torch.bool, device=q.device).tril(n - T).repeat(H // n_kv, 1)
-        o = F.scaled_dot_product_attention(queries.flatten(1, 2)[None], keys[None], values[None], attn_mask=mask)
-        out[b] = o[0].unflatten(1, (-1, T)).permute(2, 0, 1, 3).flatten(1, 2)  # (T, H, D)
+        mask = None  # (G * T, n)
+        if T > 1:
+            mask = torch.ones(T, n, dtype=torch.bool, device=q.device).tril(n - T).repeat(G, 1)
+        grouped = queries.flatten(1, 2)[None], keys[None], values[None]  # (1, K, G * T or n, D)
+        o = F.scaled_dot_product_attention(*grouped, attn_mask=mask)[0].unflatten(1, (G, T))  # (K, G, T, D)
+        out[b] = o.permute(2, 0, 1, 3).flatten(1, 2)  # (T, H, D)
         if n_scores:
             last = queries[:, :, T - n_scores :].flatten(1, 2)  # (K, G * n_scores, D)
             # The long side first: several times faster on a CPU than (few rows) x (many columns).
             scores.append(torch.matmul(keys, last.transpose(1, 2)).transpose(1, 2).float() * D**-0.5)
     return out, scores
-
-
-# ---- loading -------------------------------------------------------------------------------------------------------------------
 
 
 def shard_files(folder: Path) -> dict[Path, list[str]]:
@@ -390,46 +433,56 @@ def shard_files(folder: Path) -> dict[Path, list[str]]:
     if not index.exists():
         if not (folder / "model.safetensors").exists():
             found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-            raise ValueError(f"{folder} has no model.safetensors and no index of several (found: {found}); convert it to safetensors")
+            raise ValueError(
+                f"{folder} has no model.safetensors or index (found: {found}); convert it to safetensors"
+            )
         return {folder / "model.safetensors": []}
     shards = {}
     for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
         shards.setdefault(folder / file, []).append(name)
     for file in shards:
         if not file.exists():
-            raise ValueError(f"{index.name} names {file.name}, which is not in {folder}; fetch the checkpoint again")
+            raise ValueError(
+                f"{index.name} names {file.name}, which is not in {folder}; fetch the checkpoint again"
+            )
     return shards
 
 
 def read_tensors(folder: Path):
-    """Yield (name, tensor) over all files of a checkpoint; the tensors are memory-mapped and cost nothing until they are read.
+    """Yield (name, tensor) over all files of a checkpoint; the tensors are memory-mapped and cost nothing
+    until they are read.
 
-    A mapping counts as used memory while any of its tensors lives.  A few tensors share one, so whoever converts as it goes
-    never holds much more than the converted copy.
-    """
+    A mapping counts as used memory while any of its tensors lives.  A few tensors share one, so whoever
+    converts as it goes never holds much more than the converted copy."""
     for file, promised in shard_files(folder).items():
         try:
             with safe_open(file, "pt") as f:
                 names = list(f.keys())
             if missing := set(promised) - set(names):
-                raise ValueError(f"{file.name} lacks {min(missing)}, which the index promises; fetch the checkpoint again")
+                raise ValueError(
+                    f"{file.name} lacks {min(missing)}, which the index promises; fetch the checkpoint again"
+                )
             for i in range(0, len(names), 32):
                 with safe_open(file, "pt") as f:
                     for name in names[i : i + 32]:
                         yield name, f.get_tensor(name)
         except SafetensorError as e:
-            raise ValueError(f"{file} is not a readable safetensors file ({e}); fetch the checkpoint again") from None
+            raise ValueError(
+                f"{file} is not a readable safetensors file ({e}); fetch the checkpoint again"
+            ) from None
 
 
 def load(folder, config: ModelConfig, dtype: torch.dtype | None = None, device="cpu") -> Model:
     """Read a checkpoint folder into a Model of `dtype` (None: the checkpoint's own) on `device`.
 
-    Strict: every tensor is consumed, every parameter filled, every shape compared; ValueError names the tensor.  Peak memory is
-    about one copy of the weights: where dtype and device are the checkpoint's, the parameters are the mapped file itself.
-    """
+    Strict: every tensor is consumed, every parameter filled, every shape compared; ValueError names the
+    tensor.  Peak memory is about one copy of the weights: where dtype and device are the checkpoint's, the
+    parameters are the mapped file itself."""
     folder = Path(folder)
     if dtype is None and config.dtype not in DTYPES:
-        raise ValueError(f"config.json has dtype {config.dtype!r}; allowed are {', '.join(DTYPES)}: choose one with dtype")
+        raise ValueError(
+            f"config.json has dtype {config.dtype!r}; allowed are {', '.join(DTYPES)}: choose one with dtype"
+        )
     dtype = dtype or DTYPES[config.dtype]
     with torch.device("meta"):
         model = Model(config)
@@ -437,7 +490,9 @@ def load(folder, config: ModelConfig, dtype: torch.dtype | None = None, device="
     missing, spare_head = dict(model.named_parameters()), None
     for name, tensor in read_tensors(folder):
         if tensor.dtype not in DTYPES.values():
-            raise ValueError(f"{name} is {tensor.dtype}; allowed are {', '.join(DTYPES)}: choose an unquantized checkpoint")
+            raise ValueError(
+                f"{name} is {tensor.dtype}; allowed are {', '.join(DTYPES)}: choose an unquantized checkpoint"
+            )
         if name.endswith("rotary_emb.inv_freq"):
             continue  # old Llama files carry it; it follows from rope_theta
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -445,14 +500,24 @@ def load(folder, config: ModelConfig, dtype: torch.dtype | None = None, device="
             continue
         want = missing.pop(name, None)
         if want is None:
-            raise ValueError(f"the checkpoint has {name}, for which a {config.model_type} of this config has no place")
+            raise ValueError(
+                f"the checkpoint has {name}, for which a {config.model_type} of this config has no place"
+            )
         if want.shape != tensor.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; config.json asks for {tuple(want.shape)}")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; config.json asks for {tuple(want.shape)}"
+            )
         module, _, leaf = name.rpartition(".")
         parameter = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
         model.get_submodule(module)._parameters[leaf] = parameter
     if missing:
-        raise ValueError(f"the checkpoint lacks {', '.join(list(missing)[:3])} ({len(missing)} in all); fetch it again")
-    if spare_head is not None and not torch.equal(spare_head.to(device, dtype), model.model["embed_tokens"].weight):
-        raise ValueError("lm_head.weight differs from the embedding although tie_word_embeddings is true; set it to false")
+        raise ValueError(
+            f"the checkpoint lacks {', '.join(list(missing)[:3])} ({len(missing)} in all); fetch it again"
+        )
+    if spare_head is not None and not torch.equal(
+        spare_head.to(device, dtype), model.model["embed_tokens"].weight
+    ):
+        raise ValueError(
+            "lm_head.weight differs from the embedding although tie_word_embeddings is true; set it to false"
+        )
     return model.eval()

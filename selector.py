@@ -1,10 +1,10 @@
 """The Selector: which cached tokens the next fast steps may read.
 
-A slow step's attention scores are the evidence; each KV head of each layer and row gets its own N positions.  Two selectors
-share one signature: `paper`, the Slow-Fast Inference paper's (arXiv 2603.12038), and `span`, ours, which also keeps whole blocks,
-because copying walks along neighbours.  Everything is in fp32 and in the log domain.  Letters: see `model.py`; M is the number of
-candidates, the positions n_sink .. n_sink + M - 1.  Read next: `sfi.py`.
-"""
+A slow step's attention scores are the evidence; each KV head of each layer and row gets its own N positions.
+Two selectors share one signature: `paper`, the Slow-Fast Inference paper's (arXiv 2603.12038), and `span`,
+ours, which also keeps whole blocks, because copying walks along neighbours.  Everything is in fp32 and in the
+log domain.  Letters: see `model.py`; M is the number of candidates, the positions n_sink .. n_sink + M - 1.
+Read next: `sfi.py`."""
 
 import math
 
@@ -27,13 +27,17 @@ STEPS = ("power_mean", "prior", "nms", "exclusive")  # of `paper`; each can be s
 def select(scores, key_norm, n, cfg):
     """Choose n of the M candidates for every KV head of one layer and row.
 
-    scores (K, R, M) fp32, the scaled q.k of R evidence rows over the candidates; key_norm (K, M) fp32; n < M or n = M.
-    cfg has n_sink, selector, paper_steps and fusion (`sfi.SFIConfig`).  Returns positions (K, n) int64, ascending, unique.
-    """
+    scores (K, R, M) fp32, the scaled q.k of R evidence rows over the candidates; key_norm (K, M) fp32; n < M
+    or n = M. cfg has n_sink, selector, paper_steps and fusion (`sfi.SFIConfig`).  Returns positions (K, n)
+    int64, ascending, unique."""
     if n > scores.shape[-1]:
         raise ValueError(f"cannot select n = {n} of {scores.shape[-1]} candidates; ask for at most that many")
     log_p = scores.float().log_softmax(-1)  # (K, R, M): softmax over the candidates alone
-    log_s = span(log_p, n, cfg.n_sink) if cfg.selector == "span" else paper(log_p, key_norm, cfg.paper_steps, cfg.fusion)
+    log_s = (
+        span(log_p, n, cfg.n_sink)
+        if cfg.selector == "span"
+        else paper(log_p, key_norm, cfg.paper_steps, cfg.fusion)
+    )
     return top_n(log_s, n) + cfg.n_sink
 
 
@@ -48,11 +52,10 @@ def top_n(score, n):
     return chosen.nonzero()[:, 1].view(-1, n)
 
 
-# ---- paper ---------------------------------------------------------------------------------------------------------------------
-
-
 def paper(log_p, key_norm, steps=STEPS, fusion="arithmetic"):
-    """The paper's score log s'' (K, M) from log p (K, R, M): evidence, prior, fusion, suppression, exclusivity."""
+    """The paper's score log s'' (K, M) from log p (K, R, M): evidence, prior, fusion, suppression,
+    exclusivity.
+    """
     log_s = power_mean(log_p, ALPHA if "power_mean" in steps else 1.0)
     if "prior" in steps:
         largest = MAX_FUSION.get(log_p.shape[1], OTHER_FUSION)
@@ -71,14 +74,18 @@ def power_mean(log_p, alpha):
 
 
 def structural_prior(key_norm):
-    """log r (K, M), normalised: against unusually large key norms (K, M), and against crowding at the recent end."""
+    """log r (K, M), normalised: against unusually large key norms (K, M), and against crowding at the recent
+    end.
+    """
     x = torch.linspace(0, 1, key_norm.shape[-1], device=key_norm.device)  # (M,); a single candidate gets 0
     place = -BETA * x**PRIOR_POWER + END_WEIGHT * torch.log((1 - x).clamp_min(TINY))
     return (-NORM_WEIGHT * torch.log(key_norm.clamp_min(TINY)) + PRIOR_WEIGHT * place).log_softmax(-1)
 
 
 def fusion_weight(log_f, log_r, largest):
-    """lam (K, 1): the weight of r that makes ||(1 - lam) f + lam r||^2 smallest, clipped to [0, largest]; 0/0 is 0."""
+    """lam (K, 1): the weight of r that makes ||(1 - lam) f + lam r||^2 smallest, clipped to [0, largest]; 0/0
+    is 0.
+    """
     f, r = log_f.exp(), log_r.exp()
     ff, fr, rr = (f * f).sum(-1, keepdim=True), (f * r).sum(-1, keepdim=True), (r * r).sum(-1, keepdim=True)
     spread = ff - 2 * fr + rr
@@ -102,31 +109,35 @@ FUSIONS = {"arithmetic": fuse_arithmetic, "geometric": fuse_geometric}
 
 
 def suppress_neighbours(log_s):
-    """Soft non-maximum suppression: a token loses what the best within NMS_RADIUS is ahead of it (log domain)."""
+    """Soft non-maximum suppression: a token loses what the best within NMS_RADIUS is ahead of it (log
+    domain).
+    """
     best = F.max_pool1d(log_s[None], 2 * NMS_RADIUS + 1, stride=1, padding=NMS_RADIUS)[0]  # (K, M)
     return log_s - (best - log_s)
 
 
 def exclude_across_heads(log_s):
-    """A token is worth less to a KV head whose share of it among the layer's KV heads is small; skipped when K <= 2."""
+    """A token is worth less to a KV head whose share of it among the layer's KV heads is small; skipped when
+    K <= 2.
+    """
     if log_s.shape[0] <= 2:
         return log_s
     share = (log_s / HEAD_TEMPERATURE).softmax(0)  # (K, M)
     return log_s + HEAD_WEIGHT * torch.log(share.clamp_min(TINY))
 
 
-# ---- span ----------------------------------------------------------------------------------------------------------------------
-
-
 def span(log_p, n, first):
-    """Score (K, M) of `span`: +inf in the n // 128 best blocks, taken whole, elsewhere the log of the mean over rows.
+    """Score (K, M) of `span`: +inf in the n // 128 best blocks, taken whole, elsewhere the log of the mean
+    over rows.
 
-    Blocks are BLOCK positions, aligned to the text (candidate 0 is position `first`) and cut at the candidates' ends; a block's
-    score is the largest p_r(j) in it over its tokens and the R rows.  A quarter of n goes to blocks, the rest to single tokens.
-    """
+    Blocks are BLOCK positions, aligned to the text (candidate 0 is position `first`) and cut at the
+    candidates' ends; a block's score is the largest p_r(j) in it over its tokens and the R rows.  A quarter
+    of n goes to blocks, the rest to single tokens."""
     mean = power_mean(log_p, 1.0)  # (K, M)
     M, skip = mean.shape[-1], first % BLOCK
-    peak = F.pad(log_p.amax(1), (skip, -(skip + M) % BLOCK), value=-math.inf).unflatten(-1, (-1, BLOCK)).amax(-1)  # (K, blocks)
+    peak = (
+        F.pad(log_p.amax(1), (skip, -(skip + M) % BLOCK), value=-math.inf).unflatten(-1, (-1, BLOCK)).amax(-1)
+    )  # (K, blocks)
     best = top_n(peak, n // (4 * BLOCK))  # (K, n // 128)
     taken = torch.zeros_like(peak, dtype=torch.bool).scatter_(1, best, True)
     return mean.masked_fill(taken.repeat_interleave(BLOCK, dim=1)[:, skip : skip + M], math.inf)

@@ -1,14 +1,15 @@
 """Slow-Fast Inference: configuration, compact memory, trigger and the decode engine.
 
-The paper (arXiv 2603.12038) observes that within a sentence the tokens that attention really uses stay nearly the same.  So most
-decode steps are *fast*: attention reads a compact memory, [sinks | selected | recent window | tokens since the refresh].  At a
-sentence's start, or after max_interval fast steps, one *slow* step does dense attention over everything, and its scores choose
-the next memory.  Nothing is evicted: the full cache stays, so a later slow step can bring any token back.
+The paper (arXiv 2603.12038) observes that within a sentence the tokens that attention really uses stay nearly
+the same.  So most decode steps are *fast*: attention reads a compact memory, [sinks | selected | recent
+window | tokens since the refresh].  At a sentence's start, or after max_interval fast steps, one *slow* step
+does dense attention over everything, and its scores choose the next memory.  Nothing is evicted: the full
+cache stays, so a later slow step can bring any token back.
 
-Dense decoding, prompt chunks and slow steps are one operation, a dense pass; a fast step is the same forward pass reading other
-slots.  The leaf operations (`append`, `attend`, `select`, `rebuild`) come as one `Ops` and may be replaced by faster twins.
-Letters: see `model.py`.  Positions are absolute.  Read before: `model.py`, `selector.py`; after: `generate.py`.
-"""
+Dense decoding, prompt chunks and slow steps are one operation, a dense pass; a fast step is the same forward
+pass reading other slots.  The leaf operations (`append`, `attend`, `select`, `rebuild`) come as one `Ops` and
+may be replaced by faster twins. Letters: see `model.py`.  Positions are absolute.  Read before: `model.py`,
+`selector.py`; after: `generate.py`."""
 
 import re
 from collections import Counter
@@ -19,16 +20,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-
 from model import KVCache, Model, ModelConfig, attend
 from selector import FUSIONS, STEPS, select
 
 POLICIES = ("sentence", "fixed", "never", "window", "dense")
 SELECTORS = ("span", "paper")
 SLOW_REASONS = ("dense", "short", "first", "sentence", "interval")
-
-
-# ---- configuration -------------------------------------------------------------------------------------------------------------
 
 
 def option(default, help, choices=None):
@@ -60,16 +57,20 @@ class SFIConfig:
                 raise ValueError(f"{name} = {value!r}; allowed is a whole number of tokens, {low} or more")
         for f in fields(self):
             if f.metadata["choices"] and getattr(self, f.name) not in f.metadata["choices"]:
-                raise ValueError(f"{f.name} = {getattr(self, f.name)!r}; allowed are {', '.join(f.metadata['choices'])}")
+                raise ValueError(
+                    f"{f.name} = {getattr(self, f.name)!r}; allowed are {', '.join(f.metadata['choices'])}"
+                )
         object.__setattr__(self, "paper_steps", tuple(self.paper_steps))
         if unknown := set(self.paper_steps) - set(STEPS):
             raise ValueError(f"paper_steps has {min(unknown)!r}; allowed are {', '.join(STEPS)}")
         if self.min_gap > self.max_interval:
-            raise ValueError(f"min_gap = {self.min_gap}; allowed is at most max_interval = {self.max_interval}: raise one, lower the other")
+            raise ValueError(
+                f"min_gap = {self.min_gap}; allowed is at most max_interval = {self.max_interval}"
+            )
         if self.n_recent < self.n_evidence:
             raise ValueError(
-                f"n_recent = {self.n_recent}; allowed is at least n_evidence = {self.n_evidence}, so that every evidence query sees "
-                "all candidates: raise n_recent or lower n_evidence"
+                f"n_recent = {self.n_recent}; allowed is at least n_evidence = {self.n_evidence}, so that "
+                "every evidence query sees all candidates: raise n_recent or lower n_evidence"
             )
 
     @property
@@ -86,15 +87,18 @@ class SFIConfig:
         return max(self.recent_start(length) - self.n_sink, 0)
 
     def capacity(self, max_length: int, new_tokens: int) -> int:
-        """Slots of the compact memory for sequences of up to max_length tokens, new_tokens of them generated."""
+        """Slots of the compact memory for up to max_length tokens, new_tokens of them generated."""
         if self.policy == "dense":
             return 0
         growth = new_tokens if self.policy == "never" else self.max_interval
         selected = min(self.budget, self.candidates(max_length))
-        return -(-(self.n_sink + selected + self.n_recent + self.align - 1 + growth) // self.align) * self.align
+        slots = self.n_sink + selected + self.n_recent + self.align - 1 + growth
+        return -(-slots // self.align) * self.align
 
 
-def cache_bytes(model: ModelConfig, cfg: SFIConfig, *, batch: int, max_length: int, new_tokens: int, dtype: torch.dtype) -> int:
+def cache_bytes(
+    model: ModelConfig, cfg: SFIConfig, *, batch: int, max_length: int, new_tokens: int, dtype: torch.dtype
+) -> int:
     """Bytes the engine allocates: K and V of full cache and compact memory, and one fp32 norm a key."""
     slots = cfg.capacity(max_length, new_tokens) + max_length
     norms = 4 * model.num_hidden_layers * model.num_key_value_heads * max_length
@@ -102,15 +106,16 @@ def cache_bytes(model: ModelConfig, cfg: SFIConfig, *, batch: int, max_length: i
 
 
 def check_lengths(model: ModelConfig, prompt_tokens: list[int], max_new_tokens: int):
-    """ValueError unless every prompt has a token and fits, with the new tokens, into the model's positions."""
+    """ValueError unless every prompt has tokens and fits, with the new ones, into the model's positions."""
     if not prompt_tokens or min(prompt_tokens) == 0:
         raise ValueError("the prompt is empty; give at least one token of text")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens = {max_new_tokens}; allowed is 0 or more")
-    if max(prompt_tokens) + max_new_tokens > model.max_positions:
+    longest = max(prompt_tokens)
+    if longest + max_new_tokens > model.max_positions:
         raise ValueError(
-            f"prompt of {max(prompt_tokens)} tokens + {max_new_tokens} new ones = {max(prompt_tokens) + max_new_tokens}; the model has "
-            f"{model.max_positions} positions: shorten the prompt or lower max_new_tokens"
+            f"prompt of {longest} tokens + {max_new_tokens} new ones = {longest + max_new_tokens}; the model "
+            f"has {model.max_positions} positions: shorten the prompt or lower max_new_tokens"
         )
 
 
@@ -122,19 +127,18 @@ def check_sampling(temperature: float, seed: int):
         raise ValueError(f"seed = {seed}; allowed is a whole number from 0 to 2^64 - 1")
 
 
-# ---- trigger -------------------------------------------------------------------------------------------------------------------
-
 CLOSERS = r"""["'”’»›\)\]\}）］｝】〕」』》〉]"""
 ENDED = re.compile(rf"([.?!…。？！])(?:{CLOSERS}|\s)*\Z")
 ONLY_CLOSERS = re.compile(rf"(?:{CLOSERS}|\s)*\Z")
 
 
 def advance(armed: str, text: str) -> tuple[str, bool]:
-    """Read one generated token's text: (armed, fires), where firing means that this token starts a new sentence.
+    """Read one generated token's text: (armed, fires), where firing means that this token starts a new
+    sentence.
 
-    `armed` is "no", "space" (a sentence has ended; white space must come next) or "ready" (a new one may start).  A start whose
-    first letter is lower-case does not fire ("e.g. the").  An ender split over several byte tokens is not seen.
-    """
+    `armed` is "no", "space" (a sentence has ended; white space must come next) or "ready" (a new one may
+    start).  A start whose first letter is lower-case does not fire ("e.g. the").  An ender split over several
+    byte tokens is not seen."""
     if ended := ENDED.search(text):
         return ("ready" if text[-1].isspace() or ended[1] in "。？！" else "space"), False
     if armed != "no" and ONLY_CLOSERS.match(text):
@@ -145,17 +149,18 @@ def advance(armed: str, text: str) -> tuple[str, bool]:
     return "no", False
 
 
-# ---- leaf operations -----------------------------------------------------------------------------------------------------------
-# In each head slots [0, cap) are the compact memory and [cap, cap + S_max) the full cache, in one allocation: both have the same
-# strides, so a (start, length) per row chooses what it reads, and slow and fast rows of a batch share one attention call.
+# In each head slots [0, cap) are the compact memory and [cap, cap + S_max) the full cache, in one allocation:
+# both have the same
+# strides, so a (start, length) per row chooses what it reads, and slow and fast rows of a batch share one
+# attention call.
 
 
 def append(k, v, K, V, key_norm, position, memory):
     """Cache T new tokens of each row: in the full cache, and at a compact-memory slot where one is given.
 
-    k, v (B, T, K, D); K, V (B, K, cap + S_max, D) and key_norm (B, K, S_max) fp32 of one layer, written in place.
-    position (B,) int64: full-cache position of the first token, -1 for a row that has ended; memory (B,) int64: slot, or -1.
-    """
+    k, v (B, T, K, D); K, V (B, K, cap + S_max, D) and key_norm (B, K, S_max) fp32 of one layer, written in
+    place. position (B,) int64: full-cache position of the first token, -1 for a row that has ended; memory
+    (B,) int64: slot, or -1."""
     cap, T = K.shape[2] - key_norm.shape[2], k.shape[1]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, K, T, D)
     for b, (p, m) in enumerate(zip(position.tolist(), memory.tolist(), strict=True)):
@@ -168,11 +173,11 @@ def append(k, v, K, V, key_norm, position, memory):
 
 
 def rebuild(K, V, slots, cap, n_sink, recent, length):
-    """Write one row's compact memory from its full cache: [sinks | selected | recent window], packed, nothing rotated again.
+    """Write one row's compact memory from its full cache: [sinks | selected | recent window], packed, nothing
+    rotated again.
 
-    K, V (K, cap + S_max, D) of one layer and row, written in place; slots (K, N) int64 ascending positions; the recent window is
-    [recent, length).  Uses n_sink + N + length - recent slots.
-    """
+    K, V (K, cap + S_max, D) of one layer and row, written in place; slots (K, N) int64 ascending positions;
+    the recent window is [recent, length).  Uses n_sink + N + length - recent slots."""
     n = n_sink + slots.shape[1]
     heads = torch.arange(K.shape[0], device=K.device)[:, None]
     for cache in (K, V):
@@ -195,9 +200,6 @@ class Ops(NamedTuple):
 REFERENCE = Ops("reference", append, attend, select, rebuild)
 
 
-# ---- engine --------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Row:
     """State of one sequence."""
@@ -211,7 +213,7 @@ class Row:
 class Part(NamedTuple):
     """One row's part in one forward pass, and afterwards the record of it."""
 
-    reason: str = "ended"  # "prefill", one of SLOW_REASONS, "fast", or "ended" (the row rides along, reads and writes nothing)
+    reason: str = "ended"  # "prefill", one of SLOW_REASONS, "fast", or "ended": reads and writes nothing
     start: int = 0  # first slot that attention reads
     visible: int = 0  # how many it reads, the new tokens included
     length: int = 0  # tokens in the full cache after the pass: what dense decoding would read
@@ -223,11 +225,12 @@ class Part(NamedTuple):
 class Engine:
     """Decodes a batch of independent rows on one model.  `prefill` each row, then `step` all rows together.
 
-    max_length counts prompt and new tokens of the longest row.  token_text(id) gives a token's decoded text for the sentence
-    trigger.  The engine owns the KV cache; two engines may share a model.
-    """
+    max_length counts prompt and new tokens of the longest row.  token_text(id) gives a token's decoded text
+    for the sentence trigger.  The engine owns the KV cache; two engines may share a model."""
 
-    def __init__(self, model: Model, cfg: SFIConfig, token_text, *, batch=1, max_length, new_tokens, ops=REFERENCE):
+    def __init__(
+        self, model: Model, cfg: SFIConfig, token_text, *, batch=1, max_length, new_tokens, ops=REFERENCE
+    ):
         self.model, self.cfg, self.ops, self.token_text = model, cfg, ops, token_text
         self.max_length, self.new_tokens = max_length, new_tokens
         self.cap = cfg.capacity(max_length, new_tokens)
@@ -237,7 +240,9 @@ class Engine:
         self.rows = [Row() for _ in range(batch)]
 
     def fork(self, cfg: SFIConfig) -> "Engine":
-        """An engine with another configuration that has the same tokens cached, to be continued with `prefill`."""
+        """An engine with another configuration that has the same tokens cached, to be continued with
+        `prefill`.
+        """
         sizes = dict(batch=len(self.rows), max_length=self.max_length, new_tokens=self.new_tokens)
         other = Engine(self.model, cfg, self.token_text, ops=self.ops, **sizes)
         n = max(row.length for row in self.rows)
@@ -248,12 +253,16 @@ class Engine:
         return other
 
     def prefill(self, b: int, tokens: list[int], chunk=512, progress=lambda n: None):
-        """Cache a prompt, or the continuation of one, in row b: dense passes over even chunks, the last of which refreshes.
+        """Cache a prompt, or the continuation of one, in row b: dense passes over even chunks, the last of
+        which refreshes.
 
-        Returns logits (1, V) of the last token and the last pass's Part.  progress(n) is called after each chunk of n tokens.
-        """
+        Returns logits (1, V) of the last token and the last pass's Part.  progress(n) is called after each
+        chunk of n tokens."""
         self._check_room(b, len(tokens))
-        row, chunk = self.rows[b], max(chunk, 2 * self.cfg.n_evidence)  # an even half is still enough evidence
+        row, chunk = (
+            self.rows[b],
+            max(chunk, 2 * self.cfg.n_evidence),
+        )  # an even half is still enough evidence
         total, pieces = row.length + len(tokens), -(-len(tokens) // chunk)
         refresh = self.cfg.policy != "dense" and self.cfg.candidates(total) > self.cfg.budget
         for i in range(pieces):
@@ -266,7 +275,9 @@ class Engine:
         return logits, part
 
     def step(self, tokens: list[int | None]):
-        """Feed one token to every row (None: the row has ended).  Returns logits (B, V) and what each row did, a Part each."""
+        """Feed one token to every row (None: the row has ended).  Returns logits (B, V) and what each row
+        did, a Part each.
+        """
         parts = []
         for b, token in enumerate(tokens):
             if token is not None:
@@ -277,15 +288,17 @@ class Engine:
     def _check_room(self, b, n):
         if n < 1:
             raise ValueError("no tokens to feed; give at least one")
-        if self.rows[b].length + n > self.max_length:
-            raise ValueError(f"row {b} would have {self.rows[b].length + n} tokens; the engine was made for {self.max_length}")
+        if (total := self.rows[b].length + n) > self.max_length:
+            raise ValueError(f"row {b} would have {total} tokens; the engine was made for {self.max_length}")
 
     def _plan(self, b: int, token: int) -> Part:
         """Decide whether the step that feeds `token` to row b is slow, and what it reads."""
         cfg, row = self.cfg, self.rows[b]
         row.armed, fires = advance(row.armed, self.token_text(token))
         length, reason, copied = row.length + 1, "", 0
-        refreshed_at = row.length if cfg.policy == "window" else length  # window re-anchors before the token is there
+        refreshed_at = (
+            row.length if cfg.policy == "window" else length
+        )  # window re-anchors before the token is there
         if cfg.policy == "dense":
             reason = "dense"
         elif not row.memory and cfg.candidates(refreshed_at) <= cfg.budget:
@@ -304,16 +317,27 @@ class Engine:
         return Part("fast", 0, row.memory + 1, length, memory=row.memory, copied=copied)
 
     def _run(self, first: int, tokens, parts: list[Part]):
-        """One forward pass: tokens (B', T) for rows first .. first + B' - 1.  Returns logits (B', V) and the finished parts."""
+        """One forward pass: tokens (B', T) for rows first .. first + B' - 1.  Returns logits (B', V) and the
+        finished parts.
+        """
         rows, T = self.rows[first : first + len(parts)], tokens.shape[1]
         cached = slice(first, first + len(parts))
         device = self.model.device
-        position = torch.tensor([-1 if p.reason == "ended" else row.length for row, p in zip(rows, parts, strict=True)], device=device)
-        start, length, memory = torch.tensor([(p.start, p.visible, p.memory) for p in parts], device=device).unbind(1)
+        position = torch.tensor(
+            [-1 if p.reason == "ended" else row.length for row, p in zip(rows, parts, strict=True)],
+            device=device,
+        )
+        start, length, memory = torch.tensor(
+            [(p.start, p.visible, p.memory) for p in parts], device=device
+        ).unbind(1)
         n_scores = min(self.cfg.n_evidence, T) if self.cfg.budget and any(p.refresh for p in parts) else 0
 
         def attention(layer, q, k, v):
-            K, V, norm = self.cache.k[layer, cached], self.cache.v[layer, cached], self.key_norm[layer, cached]
+            K, V, norm = (
+                self.cache.k[layer, cached],
+                self.cache.v[layer, cached],
+                self.key_norm[layer, cached],
+            )
             self.ops.append(k, v, K, V, norm, position, memory)
             out, scores = self.ops.attend(q, K, V, start, length, n_scores)
             for i, part in enumerate(parts):
@@ -326,7 +350,9 @@ class Engine:
         return logits, [self._finish(row, part) for row, part in zip(rows, parts, strict=True)]
 
     def _refresh(self, K, V, norm, length, scores):
-        """Choose and copy one layer's and row's memory at `length` cached tokens; scores (K, R, length), None if N = 0."""
+        """Choose and copy one layer's and row's memory at `length` cached tokens; scores (K, R, length), None
+        if N = 0.
+        """
         cfg = self.cfg
         low, high = cfg.n_sink, cfg.recent_start(length)
         if cfg.budget:
@@ -336,10 +362,14 @@ class Engine:
         self.ops.rebuild(K, V, slots, self.cap, low, high, length)
 
     def _reanchor(self, b: int) -> int:
-        """Policy window: rebuild sinks and recent window from the full cache, without a dense pass.  Returns tokens copied."""
+        """Policy window: rebuild sinks and recent window from the full cache, without a dense pass.  Returns
+        tokens copied.
+        """
         row = self.rows[b]
         for layer in range(self.model.config.num_hidden_layers):
-            self._refresh(self.cache.k[layer, b], self.cache.v[layer, b], self.key_norm[layer, b], row.length, None)
+            self._refresh(
+                self.cache.k[layer, b], self.cache.v[layer, b], self.key_norm[layer, b], row.length, None
+            )
         row.memory, row.since = self._memory_size(row.length), 0
         return row.memory
 
@@ -361,11 +391,9 @@ class Engine:
         return part
 
 
-# ---- decode loop ---------------------------------------------------------------------------------------------------------------
-
-
 def noise(seed: int, row: int, position: int, size: int) -> torch.Tensor:
-    """Gumbel noise (size,) fp32 for the token at one position of one row: the same in any batch, on any device.
+    """Gumbel noise (size,) fp32 for the token at one position of one row: the same in any batch, on any
+    device.
 
     A counter-based generator (Philox) is asked at (seed; row, position), so no draw depends on another.
     """
@@ -374,27 +402,41 @@ def noise(seed: int, row: int, position: int, size: int) -> torch.Tensor:
 
 
 def sample(logits, positions: list[int], temperature: float, seed: int) -> list[int]:
-    """One token a row from logits (B, V) fp32: argmax(logits / temperature + Gumbel noise), the argmax alone at temperature 0."""
+    """One token a row from logits (B, V) fp32: argmax(logits / temperature + Gumbel noise), the argmax alone
+    at temperature 0.
+    """
     check_sampling(temperature, seed)
     if not torch.isfinite(logits.amax(-1)).all():
         raise ValueError("the model's logits are not finite; try dtype float32, or check the checkpoint")
     if temperature > 0:
-        drawn = torch.stack([noise(seed, row, p, logits.shape[-1]) for row, p in enumerate(positions)])  # (B, V)
+        drawn = torch.stack(
+            [noise(seed, row, p, logits.shape[-1]) for row, p in enumerate(positions)]
+        )  # (B, V)
         logits = logits / temperature + drawn.to(logits.device)
     return logits.argmax(-1).tolist()
 
 
 class Step(NamedTuple):
-    """What one step of the decode loop gave: a token a row (None: the row had ended) and the pass that made it."""
+    """What one step of the decode loop gave: a token a row (None: the row had ended) and the pass that made
+    it.
+    """
 
     tokens: list[int | None]
     parts: list[Part]
 
 
 def decode(
-    engine: Engine, prompts: list[list[int]], *, max_new_tokens: int, stop_ids=(), temperature=0.0, seed=0, progress=lambda n: None
+    engine: Engine,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids=(),
+    temperature=0.0,
+    seed=0,
+    progress=lambda n: None,
 ) -> Iterator[Step]:
-    """Prefill every prompt (token ids), then generate; a row ends after a token of stop_ids or max_new_tokens tokens.
+    """Prefill every prompt (token ids), then generate; a row ends after a token of stop_ids or max_new_tokens
+    tokens.
 
     The first Step carries the prefill's parts.  progress(n) reports prompt tokens as they are cached.
     """
@@ -409,7 +451,9 @@ def decode(
         live = [token is not None and token not in stop_ids for token in tokens]
         if not any(live) or made + 1 == max_new_tokens:
             return
-        logits, parts = engine.step([token if alive else None for token, alive in zip(tokens, live, strict=True)])
+        logits, parts = engine.step(
+            [token if alive else None for token, alive in zip(tokens, live, strict=True)]
+        )
 
 
 @dataclass

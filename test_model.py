@@ -21,9 +21,25 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         dict(heads=6, kv_heads=2, head_dim=16, tie_word_embeddings=False),
         dict(heads=5, kv_heads=1, head_dim=128, tie_word_embeddings=True, attention_bias=True),
         dict(kind="qwen3_moe", heads=6, kv_heads=2, tie_word_embeddings=False),
-        dict(kind="qwen3_moe", heads=4, kv_heads=2, norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[]),
+        dict(
+            kind="qwen3_moe",
+            heads=4,
+            kv_heads=2,
+            norm_topk_prob=False,
+            decoder_sparse_step=2,
+            mlp_only_layers=[],
+        ),
         dict(kind="llama", heads=6, kv_heads=3, head_dim=20, hidden_size=42, tie_word_embeddings=True),
-        dict(kind="llama", heads=6, kv_heads=3, head_dim=20, hidden_size=42, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+        dict(
+            kind="llama",
+            heads=6,
+            kv_heads=3,
+            head_dim=20,
+            hidden_size=42,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+        ),
         dict(heads=6, kv_heads=2, max_shard_size="20KB", tie_word_embeddings=False),
     ],
     ids=["tied-g2", "untied-g3", "bias-g5", "moe", "moe-sparse-step", "llama", "llama-biases", "shards"],
@@ -39,9 +55,15 @@ def test_logits_equal_transformers(tmp_path, made):
 
 
 @pytest.mark.parametrize("first", [0, 31000, 32760, 90000])
-@pytest.mark.parametrize("extra", [{}, {"attention_factor": 1.3}, {"beta_fast": 16.0, "beta_slow": 2.0}], ids=["plain", "factor", "betas"])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"attention_factor": 1.3}, {"beta_fast": 16.0, "beta_slow": 2.0}],
+    ids=["plain", "factor", "betas"],
+)
 def test_yarn_equals_transformers_below_and_above_the_original_length(tmp_path, first, extra):
-    hf = make_checkpoint(tmp_path, head_dim=64, max_position_embeddings=131072, rope_theta=1e6, rope_parameters=YARN | extra)
+    hf = make_checkpoint(
+        tmp_path, head_dim=64, max_position_embeddings=131072, rope_theta=1e6, rope_parameters=YARN | extra
+    )
     tokens = torch.randint(0, 97, (1, 37), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         want = hf(tokens, position_ids=torch.arange(first, first + 37)[None]).logits
@@ -89,7 +111,14 @@ def test_both_spellings_of_dtype():
         assert ModelConfig.from_dict(BASE | {key: "bfloat16"}).dtype == "bfloat16"
 
 
-BASE = dict(model_type="qwen3", vocab_size=97, hidden_size=64, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4)
+BASE = dict(
+    model_type="qwen3",
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+)
 BASE |= dict(rms_norm_eps=1e-6, max_position_embeddings=4096, rope_theta=1e6)
 
 
@@ -114,7 +143,15 @@ def test_unsupported_configs_are_refused_by_name(change, message):
 
 
 def test_inactive_sliding_window_is_ignored():
-    c = ModelConfig.from_dict(BASE | dict(use_sliding_window=False, sliding_window=128, max_window_layers=1, layer_types=["full_attention"] * 2))
+    c = ModelConfig.from_dict(
+        BASE
+        | dict(
+            use_sliding_window=False,
+            sliding_window=128,
+            max_window_layers=1,
+            layer_types=["full_attention"] * 2,
+        )
+    )
     assert c == ModelConfig.from_dict(BASE)
 
 
@@ -124,9 +161,6 @@ def test_head_dim_explicit_and_absent():
         with torch.device("meta"):
             model = Model(ModelConfig.from_dict(BASE | {"head_dim": head_dim}))
         assert model.model["layers"][0].self_attn.q_proj.weight.shape == (width, 64)
-
-
-# ---- files ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_tied_head_and_its_redundant_copy(tmp_path):
@@ -168,9 +202,18 @@ def test_index_naming_a_missing_file_or_tensor(tmp_path):
     [
         (lambda t: t.pop("model.norm.weight"), "lacks model.norm.weight"),
         (lambda t: t.update({"model.extra.weight": torch.zeros(3)}), "has model.extra.weight"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight has shape \(3,\).*\(40,\)"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(40).to(torch.float8_e4m3fn)}), "model.norm.weight is torch.float8_e4m3fn"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(40, dtype=torch.int8)}), "model.norm.weight is torch.int8"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
+            r"model.norm.weight has shape \(3,\).*\(40,\)",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(40).to(torch.float8_e4m3fn)}),
+            "model.norm.weight is torch.float8_e4m3fn",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(40, dtype=torch.int8)}),
+            "model.norm.weight is torch.int8",
+        ),
     ],
 )
 def test_damaged_files_are_refused_by_tensor(tmp_path, damage, message):
@@ -195,7 +238,10 @@ def test_files_that_are_no_safetensors(tmp_path):
 def test_old_llama_rotary_buffers_are_accepted(tmp_path):
     make_checkpoint(tmp_path, kind="llama", hidden_size=42)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)},
+        tmp_path / "model.safetensors",
+    )
     load_folder(tmp_path)
 
 
@@ -205,13 +251,17 @@ def test_dtypes(tmp_path, dtype):
     tokens = torch.arange(31)[None]
     with torch.no_grad():
         want = hf(tokens).logits
-    torch.testing.assert_close(dense_logits(load_folder(tmp_path, torch.float32), tokens), want, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        dense_logits(load_folder(tmp_path, torch.float32), tokens), want, atol=1e-4, rtol=0
+    )
     model = load(tmp_path, ModelConfig.from_dict(json.loads((tmp_path / "config.json").read_text())))
     assert model.dtype == dtype
     with torch.no_grad():
         plain = transformers_model(tmp_path, dtype)(tokens).logits.float()
     ours = dense_logits(model, tokens)
-    assert (ours - want).abs().mean() <= 2 * (plain - want).abs().mean() + 1e-6  # as good as plain PyTorch at that precision
+    assert (ours - want).abs().mean() <= 2 * (
+        plain - want
+    ).abs().mean() + 1e-6  # as good as plain PyTorch at that precision
 
 
 def test_only_the_last_row_goes_through_the_head(tmp_path):
@@ -224,19 +274,26 @@ def test_only_the_last_row_goes_through_the_head(tmp_path):
     assert logits.shape == (2, 1, 97) and seen == [(2, 1, 40)]
 
 
-# ---- attention -----------------------------------------------------------------------------------------------------------------
-
-
 def test_qk_norm_per_head_then_rope_by_halves(tmp_path):
-    """An independent NumPy formula, at positions above 0, for the queries and keys that the model hands to the attention."""
+    """An independent NumPy formula, at positions above 0, for the queries and keys that the model hands to
+    the attention.
+    """
     make_checkpoint(tmp_path)
     model = load_folder(tmp_path)
     got = {}
     tokens = torch.tensor([[5, 7, 11]])
     model(tokens, torch.tensor([[100, 101, 102]]), lambda layer, q, k, v: got.setdefault(layer, (q, k)) and q)
     attn = model.model["layers"][0].self_attn
-    x = model.model["layers"][0].input_layernorm(model.model["embed_tokens"](tokens))[0].numpy().astype(np.float64)
-    for projection, norm, ours in ((attn.q_proj, attn.q_norm, got[0][0]), (attn.k_proj, attn.k_norm, got[0][1])):
+    x = (
+        model.model["layers"][0]
+        .input_layernorm(model.model["embed_tokens"](tokens))[0]
+        .numpy()
+        .astype(np.float64)
+    )
+    for projection, norm, ours in (
+        (attn.q_proj, attn.q_norm, got[0][0]),
+        (attn.k_proj, attn.k_norm, got[0][1]),
+    ):
         y = (x @ projection.weight.numpy().T.astype(np.float64)).reshape(3, -1, 16)
         y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * norm.weight.numpy()
         for t, position in enumerate((100, 101, 102)):
@@ -249,7 +306,9 @@ def test_qk_norm_per_head_then_rope_by_halves(tmp_path):
 
 
 def explicit_attention(q, K, V, start, length):
-    """Loops over rows, heads and queries: out (B, T, H, D) and the scaled scores (B, T, H, length) of unequal lengths, as lists."""
+    """Loops over rows, heads and queries: out (B, T, H, D) and the scaled scores (B, T, H, length) of unequal
+    lengths, as lists.
+    """
     B, T, H, D = q.shape
     G = H // K.shape[1]
     out, scores = torch.zeros_like(q), [[[None] * H for _ in range(T)] for _ in range(B)]
@@ -271,7 +330,10 @@ def test_attend_equals_loops(T, G, D):
     torch.manual_seed(T)
     q = torch.randn(3, T, 2 * G, D)
     K, V = torch.full((2, 3, 2, 40, D), float("nan"))
-    start, length = torch.tensor([3, 11, 0]), torch.tensor([T, 29, 0])  # one row as short as can be, one empty
+    start, length = (
+        torch.tensor([3, 11, 0]),
+        torch.tensor([T, 29, 0]),
+    )  # one row as short as can be, one empty
     for b in range(3):
         K[b, :, start[b] : start[b] + length[b]] = torch.randn(2, length[b], D)
         V[b, :, start[b] : start[b] + length[b]] = torch.randn(2, length[b], D)

@@ -5,12 +5,24 @@ import math
 import pytest
 import torch
 
-from selector import BETA, STEPS, fusion_weight, paper, power_mean, select, structural_prior, suppress_neighbours, top_n
+from selector import (
+    BETA,
+    STEPS,
+    fusion_weight,
+    paper,
+    power_mean,
+    select,
+    structural_prior,
+    suppress_neighbours,
+    top_n,
+)
 from sfi import SFIConfig
 
 
 def loop_paper(scores, key_norm, n, steps, fusion):
-    """Sets of the n selected candidate indices per KV head, and the final log scores, by plain loops over lists."""
+    """Sets of the n selected candidate indices per KV head, and the final log scores, by plain loops over
+    lists.
+    """
     K, R, M = scores.shape
     final = []
     for h in range(K):
@@ -30,7 +42,9 @@ def loop_paper(scores, key_norm, n, steps, fusion):
                 place = -(-math.log(0.6) / 0.9) * x**1.8 + 0.4 * math.log(max(1 - x, 1e-12))
                 weights.append(float(key_norm[h, j]) ** -0.5 * math.exp(0.7 * place))
             r = [x / math.fsum(weights) for x in weights]
-            ff, fr, rr = (math.fsum(a * b for a, b in zip(u, v, strict=True)) for u, v in ((f, f), (f, r), (r, r)))
+            ff, fr, rr = (
+                math.fsum(a * b for a, b in zip(u, v, strict=True)) for u, v in ((f, f), (f, r), (r, r))
+            )
             best = (ff - fr) / (ff - 2 * fr + rr) if ff - 2 * fr + rr else 0.0
             lam = min(max(best, 0.0), 0.35 if R == 1 else 0.25)
             if fusion == "arithmetic":
@@ -44,7 +58,10 @@ def loop_paper(scores, key_norm, n, steps, fusion):
         final.append(s)
     if "exclusive" in steps and K > 2:
         shares = [[math.exp(final[h][j] / 2) for h in range(K)] for j in range(M)]
-        final = [[final[h][j] + 0.85 * math.log(max(shares[j][h] / sum(shares[j]), 1e-12)) for j in range(M)] for h in range(K)]
+        final = [
+            [final[h][j] + 0.85 * math.log(max(shares[j][h] / sum(shares[j]), 1e-12)) for j in range(M)]
+            for h in range(K)
+        ]
     return [set(sorted(range(M), key=lambda j: (-s[j], j))[:n]) for s in final], final
 
 
@@ -80,7 +97,9 @@ SWITCHES = [STEPS, *(tuple(s for s in STEPS if s != off) for off in STEPS), ()]
 
 @pytest.mark.parametrize("fusion", ["arithmetic", "geometric"])
 @pytest.mark.parametrize("steps", SWITCHES, ids=lambda steps: "+".join(steps) or "none")
-@pytest.mark.parametrize("K, R, M, n", [(3, 6, 200, 41), (5, 1, 77, 76), (2, 4, 130, 10), (3, 2, 1, 1), (4, 3, 33, 33)])
+@pytest.mark.parametrize(
+    "K, R, M, n", [(3, 6, 200, 41), (5, 1, 77, 76), (2, 4, 130, 10), (3, 2, 1, 1), (4, 3, 33, 33)]
+)
 def test_paper_equals_loops(K, R, M, n, steps, fusion):
     scores, key_norm = evidence(K, R, M)
     cfg = SFIConfig(n_sink=3, selector="paper", paper_steps=steps, fusion=fusion)
@@ -91,7 +110,9 @@ def test_paper_equals_loops(K, R, M, n, steps, fusion):
 
 
 @pytest.mark.parametrize("first", [0, 4, 31, 32, 45])
-@pytest.mark.parametrize("K, R, M, n", [(3, 6, 500, 128), (2, 1, 700, 511), (1, 4, 300, 127), (3, 2, 290, 256), (2, 3, 65, 65)])
+@pytest.mark.parametrize(
+    "K, R, M, n", [(3, 6, 500, 128), (2, 1, 700, 511), (1, 4, 300, 127), (3, 2, 290, 256), (2, 3, 65, 65)]
+)
 def test_span_equals_loops(K, R, M, n, first):
     scores, key_norm = evidence(K, R, M)
     slots = select(scores, key_norm, n, SFIConfig(n_sink=first, selector="span"))
@@ -119,7 +140,9 @@ def test_every_switch_changes_the_scores():
     scores, key_norm = evidence(3, 6, 200)
     whole = paper(scores.log_softmax(-1), key_norm)
     for off in STEPS:
-        assert not torch.allclose(whole, paper(scores.log_softmax(-1), key_norm, tuple(s for s in STEPS if s != off)))
+        assert not torch.allclose(
+            whole, paper(scores.log_softmax(-1), key_norm, tuple(s for s in STEPS if s != off))
+        )
     assert not torch.allclose(whole, paper(scores.log_softmax(-1), key_norm, fusion="geometric"))
 
 
@@ -132,10 +155,12 @@ def test_exclusivity_is_skipped_for_two_heads():
 def test_fusion_weight():
     log_f, log_r = torch.randn(2, 1, 50).log_softmax(-1)
     assert fusion_weight(log_f, log_f, 0.25).item() == 0.0  # 0/0
-    assert fusion_weight(torch.tensor([[0.0, -90.0]]), torch.tensor([[0.5, 0.5]]).log(), 0.35).item() == pytest.approx(0.35)
+    assert fusion_weight(
+        torch.tensor([[0.0, -90.0]]), torch.tensor([[0.5, 0.5]]).log(), 0.35
+    ).item() == pytest.approx(0.35)
     free = fusion_weight(log_f, log_r, 1.0)
     f, r = log_f.exp(), log_r.exp()
-    size = lambda lam: ((1 - lam) * f + lam * r).square().sum().item()  # noqa: E731
+    size = lambda lam: ((1 - lam) * f + lam * r).square().sum().item()
     assert size(free) <= min(size(free + 1e-2), size(free - 1e-2)) or free.item() in (0.0, 1.0)
 
 
@@ -148,8 +173,15 @@ def test_parts_of_the_paper_have_the_stated_shape():
     log_s = torch.zeros(1, 40)
     log_s[0, 20] = 1.0
     lowered = suppress_neighbours(log_s)
-    assert lowered[0, 20] == 1.0 and (lowered[0, 4:20] == -1).all() and (lowered[0, 21:37] == -1).all() and (lowered[0, :4] == 0).all()
-    torch.testing.assert_close(power_mean(torch.log(torch.tensor([[[0.5, 0.5], [0.1, 0.9]]])), 1.0).exp(), torch.tensor([[0.3, 0.7]]))
+    assert (
+        lowered[0, 20] == 1.0
+        and (lowered[0, 4:20] == -1).all()
+        and (lowered[0, 21:37] == -1).all()
+        and (lowered[0, :4] == 0).all()
+    )
+    torch.testing.assert_close(
+        power_mean(torch.log(torch.tensor([[[0.5, 0.5], [0.1, 0.9]]])), 1.0).exp(), torch.tensor([[0.3, 0.7]])
+    )
 
 
 @pytest.mark.parametrize("selector", ["paper", "span"])

@@ -1,4 +1,6 @@
-"""The engine: configuration, trigger, compact memory, policies and the decode loop, held against a naive simulation."""
+"""The engine: configuration, trigger, compact memory, policies and the decode loop, held against a naive
+simulation.
+"""
 
 import json
 import random
@@ -11,10 +13,33 @@ from tokenizers import Tokenizer
 from conftest import SHARED, dense_logits
 from model import KVCache, ModelConfig
 from selector import select
-from sfi import Engine, SFIConfig, Tally, advance, append, cache_bytes, check_lengths, decode, noise, rebuild, sample
+from sfi import (
+    Engine,
+    SFIConfig,
+    Tally,
+    advance,
+    append,
+    cache_bytes,
+    check_lengths,
+    decode,
+    noise,
+    rebuild,
+    sample,
+)
 
 SMALL = SFIConfig(n_sink=2, n_select=10, n_recent=8, align=4, min_gap=3, max_interval=7, n_evidence=5)
-WORDS = [" the", " sea", ".", " Then", "\n", " it", '."', " rose", "!", " Now"]  # token t has the text WORDS[t % 10]
+WORDS = [
+    " the",
+    " sea",
+    ".",
+    " Then",
+    "\n",
+    " it",
+    '."',
+    " rose",
+    "!",
+    " Now",
+]  # token t has the text WORDS[t % 10]
 
 
 def token_text(token):
@@ -26,15 +51,18 @@ def prompt(n, seed=0):
 
 
 def run(model, cfg, prompts, new, **kwargs):
-    """Tokens of every row, and the parts of every step, of a decode with NaN in every cache slot not yet written."""
-    engine = Engine(model, cfg, token_text, batch=len(prompts), max_length=max(map(len, prompts)) + new, new_tokens=new)
+    """Tokens of every row, and the parts of every step, of a decode with NaN in every cache slot not yet
+    written.
+    """
+    engine = Engine(
+        model, cfg, token_text, batch=len(prompts), max_length=max(map(len, prompts)) + new, new_tokens=new
+    )
     for buffer in (engine.cache.k, engine.cache.v, engine.key_norm):
         buffer.fill_(float("nan"))
     steps = list(decode(engine, prompts, max_new_tokens=new, **kwargs))
-    return [[s.tokens[b] for s in steps if s.tokens[b] is not None] for b in range(len(prompts))], [s.parts for s in steps]
-
-
-# ---- configuration -------------------------------------------------------------------------------------------------------------
+    return [[s.tokens[b] for s in steps if s.tokens[b] is not None] for b in range(len(prompts))], [
+        s.parts for s in steps
+    ]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +89,15 @@ def test_config_errors_say_got_and_allowed(change, message):
 
 def test_config_defaults_are_the_specified_ones():
     c = SFIConfig()
-    assert (c.n_sink, c.n_select, c.n_recent, c.align, c.min_gap, c.max_interval, c.n_evidence) == (4, 1536, 256, 16, 16, 64, 16)
+    assert (c.n_sink, c.n_select, c.n_recent, c.align, c.min_gap, c.max_interval, c.n_evidence) == (
+        4,
+        1536,
+        256,
+        16,
+        16,
+        64,
+        16,
+    )
     assert (c.policy, c.selector) == ("sentence", "span")
 
 
@@ -75,7 +111,9 @@ def test_recent_window_and_candidates_to_the_token():
 def test_capacity_and_bytes(tiny):
     c = SFIConfig()
     assert c.capacity(100_000, 500) == -(-(4 + 1536 + 256 + 15 + 64) // 16) * 16
-    assert c.capacity(1000, 500) == -(-(4 + (736 - 4) + 256 + 15 + 64) // 16) * 16  # no more than can be filled
+    assert (
+        c.capacity(1000, 500) == -(-(4 + (736 - 4) + 256 + 15 + 64) // 16) * 16
+    )  # no more than can be filled
     assert replace(c, policy="never").capacity(100_000, 500) == -(-(4 + 1536 + 256 + 15 + 500) // 16) * 16
     assert replace(c, policy="window").capacity(100_000, 500) == -(-(4 + 256 + 15 + 64) // 16) * 16
     assert replace(c, policy="dense").capacity(100_000, 500) == 0
@@ -86,11 +124,20 @@ def test_capacity_and_bytes(tiny):
 
 def test_positions_that_do_not_fit():
     config = ModelConfig.from_dict(
-        dict(model_type="qwen3", vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+        dict(
+            model_type="qwen3",
+            vocab_size=9,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+        )
         | dict(rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64)
     )
     check_lengths(config, [60, 3], 4)
-    with pytest.raises(ValueError, match="prompt of 61 tokens [+] 4 new ones = 65; the model has 64 positions"):
+    with pytest.raises(
+        ValueError, match="prompt of 61 tokens [+] 4 new ones = 65; the model has 64 positions"
+    ):
         check_lengths(config, [61, 3], 4)
     with pytest.raises(ValueError, match="prompt is empty"):
         check_lengths(config, [5, 0], 4)
@@ -98,9 +145,8 @@ def test_positions_that_do_not_fit():
         check_lengths(config, [5], -1)
 
 
-# ---- trigger -------------------------------------------------------------------------------------------------------------------
-
-# SmolLM2 has no token for these characters: 他 comes in bytes, the first of which fires, and the bytes of ？ are no ender.
+# SmolLM2 has no token for these characters: 他 comes in bytes, the first of which fires, and the bytes of ？
+# are no ender.
 IN_BYTES = {"他走了。他回来": ["\N{REPLACEMENT CHARACTER}"], "他走了？他回来": []}
 FIRINGS = [  # text, and the pieces that must fire, each the first token of a new sentence
     ("It was 98.6 degrees", []),
@@ -170,9 +216,6 @@ def test_trigger_rules(pieces, want):
     assert fired(pieces) == want
 
 
-# ---- leaf operations -----------------------------------------------------------------------------------------------------------
-
-
 def test_append_writes_what_is_named_and_nothing_else():
     torch.manual_seed(0)
     k, v = torch.randn(2, 4, 2, 3, 8)  # (B, T, K, D)
@@ -208,9 +251,6 @@ def test_memory_holds_kv_heads(tiny):
     assert isinstance(engine.cache, KVCache)
 
 
-# ---- dense passes --------------------------------------------------------------------------------------------------------------
-
-
 def test_whole_prompt_chunks_and_token_by_token_agree(tiny):
     tokens = prompt(83)
     want = dense_logits(tiny, torch.tensor([tokens]))[0, -1]
@@ -221,7 +261,12 @@ def test_whole_prompt_chunks_and_token_by_token_agree(tiny):
             logits, _ = engine.prefill(0, piece, chunk=chunk)
         return logits[0], engine
 
-    for logits, _ in (last([tokens]), last([tokens], chunk=13), last([tokens[:40], tokens[40:]]), last([[t] for t in tokens])):
+    for logits, _ in (
+        last([tokens]),
+        last([tokens], chunk=13),
+        last([tokens[:40], tokens[40:]]),
+        last([[t] for t in tokens]),
+    ):
         torch.testing.assert_close(logits, want, atol=1e-5, rtol=0)
     _, whole = last([tokens])
     _, single = last([[t] for t in tokens])
@@ -237,7 +282,9 @@ def test_prompt_is_split_evenly_so_that_the_last_chunk_is_evidence_enough(tiny):
 
 
 def test_evidence_is_the_true_attention_of_the_step(tiny):
-    """What the Selector gets must be the softmax attention after QK-norm and RoPE, candidates only, of the last queries."""
+    """What the Selector gets must be the softmax attention after QK-norm and RoPE, candidates only, of the
+    last queries.
+    """
     seen = []
 
     def spy(scores, key_norm, n, cfg):
@@ -250,11 +297,17 @@ def test_evidence_is_the_true_attention_of_the_step(tiny):
     engine.prefill(0, tokens, chunk=20)
     assert len(seen) == 3
     q, k = {}, {}
-    grab = lambda layer, q_, k_, v: (q.setdefault(layer, q_), k.setdefault(layer, k_), engine_attention(q_, k_, v))[2]  # noqa: E731
+    grab = lambda layer, q_, k_, v: (
+        q.setdefault(layer, q_),
+        k.setdefault(layer, k_),
+        engine_attention(q_, k_, v),
+    )[2]
 
     def engine_attention(q_, k_, v):
         K, V = (x.transpose(1, 2).repeat_interleave(3, dim=1) for x in (k_, v))
-        return torch.nn.functional.scaled_dot_product_attention(q_.transpose(1, 2), K, V, is_causal=True).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q_.transpose(1, 2), K, V, is_causal=True
+        ).transpose(1, 2)
 
     tiny(torch.tensor([tokens]), torch.arange(61)[None], grab)
     high = (61 - 8) // 4 * 4
@@ -268,11 +321,10 @@ def test_evidence_is_the_true_attention_of_the_step(tiny):
                 torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
-# ---- the whole against a naive simulation ----------------------------------------------------------------------------------------
-
-
 class Naive:
-    """One row, written to be obvious: keeps every k and v in lists, and hides from attention what a step may not see by a mask."""
+    """One row, written to be obvious: keeps every k and v in lists, and hides from attention what a step may
+    not see by a mask.
+    """
 
     def __init__(self, model, cfg):
         self.model, self.cfg = model, cfg
@@ -299,12 +351,20 @@ class Naive:
                         scores[h // 3, h % 3 * n_evidence + t - len(tokens) + n_evidence] = s
                     see = torch.arange(total) <= first + t
                     if not dense:
-                        see &= torch.tensor([p in self.visible[layer][h // 3] or p == first + t for p in range(total)])
+                        see &= torch.tensor(
+                            [p in self.visible[layer][h // 3] or p == first + t for p in range(total)]
+                        )
                     out[0, t, h] = s.masked_fill(~see, -torch.inf).softmax(0) @ V[:, h // 3]
             if refresh:
                 norm = torch.stack([K[low:high, j].norm(dim=-1) for j in range(3)])
-                slots = select(scores[:, :, low:high], norm, self.cfg.n_select, self.cfg) if self.cfg.budget else [[]] * 3
-                chosen.append([set(range(low)) | {int(p) for p in row} | set(range(high, total)) for row in slots])
+                slots = (
+                    select(scores[:, :, low:high], norm, self.cfg.n_select, self.cfg)
+                    if self.cfg.budget
+                    else [[]] * 3
+                )
+                chosen.append(
+                    [set(range(low)) | {int(p) for p in row} | set(range(high, total)) for row in slots]
+                )
             return out
 
         logits = self.model(torch.tensor([tokens]), torch.arange(first, total)[None], attention)[0, -1]
@@ -361,7 +421,9 @@ CONFIGS = {
 @pytest.mark.parametrize("n", [1, 21, 26, 60])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_engine_equals_naive_simulation(tiny, name, n):
-    """Logits at every step and the reason of every step; prompts short, just short, just long enough and long."""
+    """Logits at every step and the reason of every step; prompts short, just short, just long enough and
+    long.
+    """
     cfg, tokens, fed = CONFIGS[name], prompt(n, seed=n), prompt(40, seed=1)
     naive = Naive(tiny, cfg)
     engine = Engine(tiny, cfg, token_text, max_length=n + 40, new_tokens=40)
@@ -377,11 +439,19 @@ def test_engine_equals_naive_simulation(tiny, name, n):
     reasons = set(naive.reasons)
     expected = {"dense": {"dense"}, "window": {"fast"}, "never": {"fast"}, "fixed": {"fast", "interval"}}
     if n == 60:
-        assert reasons == expected.get(cfg.policy, {"fast", "sentence", "interval"} if cfg.min_gap else {"fast", "sentence"}) or name == "one-by-one"
+        assert (
+            reasons
+            == expected.get(
+                cfg.policy, {"fast", "sentence", "interval"} if cfg.min_gap else {"fast", "sentence"}
+            )
+            or name == "one-by-one"
+        )
 
 
 def test_sentence_start_inside_the_gap_is_dropped_not_postponed(tiny):
-    """Tokens 2, 3 are ".", " Then"; the start fires at since = 2 < min_gap = 3, and nothing is made up for later."""
+    """Tokens 2, 3 are ".", " Then"; the start fires at since = 2 < min_gap = 3, and nothing is made up for
+    later.
+    """
     engine = Engine(tiny, replace(SMALL, max_interval=50), token_text, max_length=100, new_tokens=40)
     engine.prefill(0, prompt(60))
     reasons = [engine.step([t])[1][0].reason for t in (0, 2, 3, 0, 0, 0, 2, 3, 0)]
@@ -391,7 +461,9 @@ def test_sentence_start_inside_the_gap_is_dropped_not_postponed(tiny):
 @pytest.mark.parametrize("around", [-1, 0, 1])
 @pytest.mark.parametrize("length", [1, 3, 2, 2 + 8, 2 + 8 + 10, 24])
 def test_nothing_to_select_is_identical_to_dense(tiny, length, around):
-    """At every boundary: one token, the sinks, sinks + recent, and where the candidates become N (24 to 25 tokens)."""
+    """At every boundary: one token, the sinks, sinks + recent, and where the candidates become N (24 to 25
+    tokens).
+    """
     n = max(length + around, 1)
     new = 24 - n  # candidates = N up to 23 + 1 tokens
     if new < 1:
@@ -400,7 +472,10 @@ def test_nothing_to_select_is_identical_to_dense(tiny, length, around):
     got, parts = run(tiny, SMALL, [prompt(n)], new)
     assert got == want
     assert {p.reason for (p,) in parts[1:]} <= {"short"}
-    engines = [Engine(tiny, cfg, token_text, max_length=24, new_tokens=24 - n) for cfg in (SMALL, replace(SMALL, policy="dense"))]
+    engines = [
+        Engine(tiny, cfg, token_text, max_length=24, new_tokens=24 - n)
+        for cfg in (SMALL, replace(SMALL, policy="dense"))
+    ]
     logits = [engine.prefill(0, prompt(n))[0] for engine in engines]
     for token in prompt(new, seed=5):
         assert torch.equal(*logits)
@@ -408,7 +483,9 @@ def test_nothing_to_select_is_identical_to_dense(tiny, length, around):
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("n, reasons", [(18, ["short"] * 5 + ["first", "fast"]), (23, ["first", "fast"]), (24, ["fast", "fast"])])
+@pytest.mark.parametrize(
+    "n, reasons", [(18, ["short"] * 5 + ["first", "fast"]), (23, ["first", "fast"]), (24, ["fast", "fast"])]
+)
 def test_first_refresh_comes_with_the_first_candidate_too_many(tiny, n, reasons):
     """N = 10, 2 sinks, 8 recent, aligned to 4: 23 tokens leave 10 candidates, 24 leave 14."""
     assert SMALL.candidates(23) == 10 and SMALL.candidates(24) == 14
@@ -417,13 +494,10 @@ def test_first_refresh_comes_with_the_first_candidate_too_many(tiny, n, reasons)
     assert [engine.step([0])[1][0].reason for _ in reasons] == reasons
 
 
-# ---- batch ---------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["sentence-span", "sentence-paper", "window", "dense"])
 def test_rows_of_a_batch_are_independent(tiny, name, temperature):
-    """Unequal lengths, rows ending at different times, slow and fast rows in one step: each row as if alone."""
+    """Unequal lengths, rows ending at different times, mixed steps: each row as if alone."""
     prompts = [prompt(5, 1), prompt(61, 2), prompt(31, 3)]
     settings = dict(stop_ids=set(range(3, 97, 10)), temperature=temperature, seed=7)
     batch, parts = run(tiny, CONFIGS[name], prompts, 40, **settings)
@@ -450,9 +524,6 @@ def test_rows_agree_in_logits(tiny):
         torch.testing.assert_close(logits, want, atol=1e-5, rtol=0)
 
 
-# ---- loop ----------------------------------------------------------------------------------------------------------------------
-
-
 def test_counts_bytes_and_ends(tiny):
     tally = Tally()
     tokens, parts = run(tiny, SMALL, [prompt(60)], 30)
@@ -470,7 +541,9 @@ def test_counts_bytes_and_ends(tiny):
 
 
 def test_capacity_is_never_exceeded():
-    """Property: over random configurations and lengths the memory stays inside its slots and the window never moves back."""
+    """Property: over random configurations and lengths the memory stays inside its slots and the window never
+    moves back.
+    """
     rng = random.Random(0)
     for _ in range(2000):
         n_evidence, interval = rng.randint(1, 8), rng.randint(1, 40)
@@ -516,9 +589,6 @@ def test_room_is_checked(tiny):
         engine.prefill(0, [])
 
 
-# ---- sampling ------------------------------------------------------------------------------------------------------------------
-
-
 def test_greedy_is_the_argmax():
     logits = torch.randn(3, 50)
     assert sample(logits, [0, 1, 2], 0.0, 0) == logits.argmax(-1).tolist()
@@ -538,7 +608,10 @@ def test_noise_depends_on_seed_row_and_position_alone():
         assert not torch.isclose(base, other).any()
 
 
-@pytest.mark.parametrize("temperature, seed, message", [(-0.1, 0, "temperature = -0.1"), (float("nan"), 0, "temperature = nan"), (1, -1, "seed = -1")])
+@pytest.mark.parametrize(
+    "temperature, seed, message",
+    [(-0.1, 0, "temperature = -0.1"), (float("nan"), 0, "temperature = nan"), (1, -1, "seed = -1")],
+)
 def test_sampling_errors(temperature, seed, message):
     with pytest.raises(ValueError, match=message):
         sample(torch.zeros(1, 4), [0], temperature, seed)

@@ -5,7 +5,6 @@ These tests fetch SmolLM2 once (93 MB); where that is impossible they are skippe
 
 import random
 
-import pytest
 import torch
 
 import story
@@ -32,7 +31,14 @@ def test_greedy_tokens_equal_transformers(smollm2):
     ]
     for ids in prompts:
         with torch.no_grad():
-            out = hf.generate(torch.tensor([ids]), max_new_tokens=64, min_new_tokens=64, do_sample=False, use_cache=True, eos_token_id=None)
+            out = hf.generate(
+                torch.tensor([ids]),
+                max_new_tokens=64,
+                min_new_tokens=64,
+                do_sample=False,
+                use_cache=True,
+                eos_token_id=None,
+            )
         want, got = out[0, len(ids) :].tolist(), greedy(model, text, ids, 64)
         if got != want:  # allowed only where the two best logits nearly tie
             at = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
@@ -43,19 +49,23 @@ def test_greedy_tokens_equal_transformers(smollm2):
 
 
 def pass_key_prompt(text: Text, depth: float, tokens=3000):
-    """(ids of about `tokens` tokens of the built-in prose with a pass key at the fraction `depth`, the key)."""
+    """(ids of about `tokens` tokens of prose with a pass key at the fraction `depth`, the key)."""
     rng = random.Random(f"{depth:.3f}")
     key = "".join(rng.choice("0123456789") for _ in range(5))
     paragraphs = story.story(seed=rng.randrange(1000), paragraphs=40).split("\n\n")
     while len(text.encode("\n\n".join(paragraphs))) > tokens - 70:
         paragraphs.pop()
-    paragraphs.insert(round(depth * len(paragraphs)), f"The pass key is {key}. Remember it. {key} is the pass key.")
+    paragraphs.insert(
+        round(depth * len(paragraphs)), f"The pass key is {key}. Remember it. {key} is the pass key."
+    )
     question = "\n\n".join(paragraphs) + "\n\nWhat is the pass key?"
     return text.encode(text.chat(question) + "The pass key is"), key
 
 
 def test_pass_keys(smollm2):
-    """14 keys at depths of 5 to 90 %: dense finds all, so does the default at N = 512, at N = 256 it finds 12, a window hardly any."""
+    """14 keys at depths of 5 to 90 %: dense finds all, so does the default at N = 512, at N = 256 it finds
+    12, a window hardly any.
+    """
     model, text, _ = smollm2
     configs = {
         "dense": DENSE,
@@ -91,7 +101,12 @@ def test_the_folder_is_a_published_ones_twin(smollm2):
     """8K context, tied head, chat template, the end token of its chat, digits one by one."""
     model, text, folder = smollm2
     config: ModelConfig = model.config
-    assert (config.model_type, config.num_hidden_layers, config.max_positions, config.tie_word_embeddings) == ("llama", 30, 8192, True)
+    assert (
+        config.model_type,
+        config.num_hidden_layers,
+        config.max_positions,
+        config.tie_word_embeddings,
+    ) == ("llama", 30, 8192, True)
     assert text.stop_ids == {text.tokenizer.token_to_id("<|im_end|>")}
     assert text.chat("Hello").endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
     assert [text.token_text(i) for i in text.encode(" in 1984")] == [" in", " ", "1", "9", "8", "4"]

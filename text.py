@@ -31,10 +31,14 @@ class Text:
         try:
             self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as e:  # tokenizers raises plain Exception for an absent or broken file
-            raise ValueError(f"cannot read {folder / 'tokenizer.json'} ({e}); fetch the checkpoint's tokenizer.json") from None
+            raise ValueError(
+                f"cannot read {folder / 'tokenizer.json'} ({e}); fetch the checkpoint's tokenizer.json"
+            ) from None
         self.settings = read_json(folder / "tokenizer_config.json", {})
         template = folder / "chat_template.jinja"
-        self.template = template.read_text(encoding="utf-8") if template.exists() else self.settings.get("chat_template")
+        self.template = (
+            template.read_text(encoding="utf-8") if template.exists() else self.settings.get("chat_template")
+        )
         configs = [read_json(folder / name, {}) for name in ("config.json", "generation_config.json")]
         self.stop_ids = self._stop_ids(configs)
         self.token_text = lru_cache(maxsize=None)(self._token_text)
@@ -54,28 +58,40 @@ class Text:
         return token.get("content") if isinstance(token, dict) else token
 
     def _token_text(self, token: int) -> str:
-        """Decoded text of one token in the middle of a text: some decoders strip the white space a text begins with."""
+        """Decoded text of one token in the middle of a text: some decoders strip the white space a text
+        begins with.
+        """
         before = self.tokenizer.encode("a", add_special_tokens=False).ids
-        decode = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False)  # noqa: E731
+        decode = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False)
         return decode([*before, token])[len(decode(before)) :]
 
     def encode(self, text: str, special=False) -> list[int]:
-        """Token ids; `special` adds what the tokenizer puts before or after a text that has no chat template."""
+        """Token ids; `special` adds what the tokenizer puts around a text that has no chat template."""
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     def chat(self, content: str) -> str:
         """One user message as the checkpoint's chat template writes it, ready for the answer."""
         if not self.template:
             raise ValueError("the checkpoint has no chat template; use --raw to feed the text as it is")
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        env = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         env.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
         env.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-        tokens = {key: self._named(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token") if self._named(key)}
+        tokens = {
+            key: self._named(key)
+            for key in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if self._named(key)
+        }
         try:
             messages = [{"role": "user", "content": content}]
-            return env.from_string(self.template).render(messages=messages, add_generation_prompt=True, **tokens)
+            return env.from_string(self.template).render(
+                messages=messages, add_generation_prompt=True, **tokens
+            )
         except TemplateError as e:
-            raise ValueError(f"the checkpoint's chat template fails ({e}); use --raw to feed the text as it is") from None
+            raise ValueError(
+                f"the checkpoint's chat template fails ({e}); use --raw to feed the text as it is"
+            ) from None
 
 
 def _raise(message):
@@ -86,7 +102,12 @@ class Stream:
     """Turns tokens into text as they come, holding back a character until all of its bytes are there."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.stream, self.ids, self.text = tokenizer, DecodeStream(skip_special_tokens=True), [], ""
+        self.tokenizer, self.stream, self.ids, self.text = (
+            tokenizer,
+            DecodeStream(skip_special_tokens=True),
+            [],
+            "",
+        )
 
     def push(self, token: int) -> str:
         """The text that `token` completes; "" if none."""
