@@ -3,8 +3,8 @@
     python bench.py --contexts 8192 32768 --dtype bfloat16
 
 The model has Qwen3-0.6B's size with random weights, and the cache is random too: fine for seconds,
-meaningless as text.  The schedule is real: the trigger reads the built-in text, token by token, because random
-tokens almost never end a sentence.  Dense and SFI steps alternate in one process.  Prints a table, one JSON
+meaningless as text.  The schedule is real: the trigger reads the built-in text, token by token, because
+random tokens almost never end a sentence.  Dense and SFI steps alternate in one process.  Prints a table, one JSON
 line last.  Read before: `sfi.py`.
 """
 
@@ -80,9 +80,7 @@ def measure(model: Model, cfg: SFIConfig, context: int, tokens: list[int], token
         engine.cache.v[layer].normal_()
         engine.key_norm[layer] = engine.cache.k[layer, :, :, engine.cap :].float().norm(dim=-1)
     engine.rows[0].length = context
-    dense = copy.copy(
-        engine
-    )  # the same cache, other rows and policy: it writes the same slots and reads more
+    dense = copy.copy(engine)  # the same cache, with other rows and another policy
     dense.cfg, dense.rows = replace(cfg, policy="dense"), copy.deepcopy(engine.rows)
     times, visible = {"dense": [], "fast": [], "slow": []}, []
     for i, token in enumerate(tqdm(tokens, desc=f"{context} tokens", leave=False, disable=None)):

@@ -179,11 +179,11 @@ def rebuild(K, V, slots, cap, n_sink, recent, length):
     K, V (K, cap + S_max, D) of one layer and row, written in place; slots (K, N) int64 ascending positions;
     the recent window is [recent, length).  Uses n_sink + N + length - recent slots."""
     n = n_sink + slots.shape[1]
-    heads = torch.arange(K.shape[0], device=K.device)[:, None]
     for cache in (K, V):
         full = cache[:, cap:]
         cache[:, :n_sink] = full[:, :n_sink]
-        cache[:, n_sink:n] = full[heads, slots]
+        for memory, whole, chosen in zip(cache, full, slots, strict=True):  # several times faster than one index
+            torch.index_select(whole, 0, chosen, out=memory[n_sink:n])
         cache[:, n : n + length - recent] = full[:, recent:length]
 
 
