@@ -4,8 +4,8 @@
 
 The model has Qwen3-0.6B's size with random weights, and the cache is random too: fine for seconds,
 meaningless as text.  The schedule is real: the trigger reads the built-in text, token by token, because
-random tokens almost never end a sentence.  Dense and SFI steps alternate in one process.  Prints a table, one JSON
-line last.  Read before: `sfi.py`.
+random tokens almost never end a sentence.  Dense and SFI steps alternate in one process.  Prints a table, one
+JSON line last.  Read before: `sfi.py`.
 """
 
 import argparse

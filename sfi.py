@@ -9,7 +9,8 @@ cache stays, so a later slow step can bring any token back.
 Dense decoding, prompt chunks and slow steps are one operation, a dense pass; a fast step is the same forward
 pass reading other slots.  The leaf operations (`append`, `attend`, `select`, `rebuild`) come as one `Ops` and
 may be replaced by faster twins. Letters: see `model.py`.  Positions are absolute.  Read before: `model.py`,
-`selector.py`; after: `generate.py`."""
+`selector.py`; after: `generate.py`.
+"""
 
 import re
 from collections import Counter
@@ -133,12 +134,12 @@ ONLY_CLOSERS = re.compile(rf"(?:{CLOSERS}|\s)*\Z")
 
 
 def advance(armed: str, text: str) -> tuple[str, bool]:
-    """Read one generated token's text: (armed, fires), where firing means that this token starts a new
-    sentence.
+    """Read one generated token's text: (armed, fires); a token that fires starts a new sentence.
 
     `armed` is "no", "space" (a sentence has ended; white space must come next) or "ready" (a new one may
     start).  A start whose first letter is lower-case does not fire ("e.g. the").  An ender split over several
-    byte tokens is not seen."""
+    byte tokens is not seen.
+    """
     if ended := ENDED.search(text):
         return ("ready" if text[-1].isspace() or ended[1] in "。？！" else "space"), False
     if armed != "no" and ONLY_CLOSERS.match(text):
@@ -149,10 +150,9 @@ def advance(armed: str, text: str) -> tuple[str, bool]:
     return "no", False
 
 
-# In each head slots [0, cap) are the compact memory and [cap, cap + S_max) the full cache, in one allocation:
-# both have the same
-# strides, so a (start, length) per row chooses what it reads, and slow and fast rows of a batch share one
-# attention call.
+# Layout: in each head slots [0, cap) are the compact memory and [cap, cap + S_max) the full cache, in one
+# allocation.  Both have the same strides, so a (start, length) per row chooses what it reads, and slow and fast
+# rows of a batch share one attention call.
 
 
 def append(k, v, K, V, key_norm, position, memory):
@@ -160,7 +160,8 @@ def append(k, v, K, V, key_norm, position, memory):
 
     k, v (B, T, K, D); K, V (B, K, cap + S_max, D) and key_norm (B, K, S_max) fp32 of one layer, written in
     place. position (B,) int64: full-cache position of the first token, -1 for a row that has ended; memory
-    (B,) int64: slot, or -1."""
+    (B,) int64: slot, or -1.
+    """
     cap, T = K.shape[2] - key_norm.shape[2], k.shape[1]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, K, T, D)
     for b, (p, m) in enumerate(zip(position.tolist(), memory.tolist(), strict=True)):
@@ -173,16 +174,18 @@ def append(k, v, K, V, key_norm, position, memory):
 
 
 def rebuild(K, V, slots, cap, n_sink, recent, length):
-    """Write one row's compact memory from its full cache: [sinks | selected | recent window], packed, nothing
-    rotated again.
+    """Copy [sinks | selected | recent window] of a row from its full cache into its memory, packed.
 
-    K, V (K, cap + S_max, D) of one layer and row, written in place; slots (K, N) int64 ascending positions;
-    the recent window is [recent, length).  Uses n_sink + N + length - recent slots."""
+    K, V (K, cap + S_max, D) of one layer and row, written in place; slots (K, N) int64 ascending positions; the
+    recent window is [recent, length).  Uses n_sink + N + length - recent slots.
+    """
     n = n_sink + slots.shape[1]
     for cache in (K, V):
         full = cache[:, cap:]
         cache[:, :n_sink] = full[:, :n_sink]
-        for memory, whole, chosen in zip(cache, full, slots, strict=True):  # several times faster than one index
+        for memory, whole, chosen in zip(
+            cache, full, slots, strict=True
+        ):  # several times faster than one index
             torch.index_select(whole, 0, chosen, out=memory[n_sink:n])
         cache[:, n : n + length - recent] = full[:, recent:length]
 
@@ -226,7 +229,8 @@ class Engine:
     """Decodes a batch of independent rows on one model.  `prefill` each row, then `step` all rows together.
 
     max_length counts prompt and new tokens of the longest row.  token_text(id) gives a token's decoded text
-    for the sentence trigger.  The engine owns the KV cache; two engines may share a model."""
+    for the sentence trigger.  The engine owns the KV cache; two engines may share a model.
+    """
 
     def __init__(
         self, model: Model, cfg: SFIConfig, token_text, *, batch=1, max_length, new_tokens, ops=REFERENCE
@@ -240,9 +244,7 @@ class Engine:
         self.rows = [Row() for _ in range(batch)]
 
     def fork(self, cfg: SFIConfig) -> "Engine":
-        """An engine with another configuration that has the same tokens cached, to be continued with
-        `prefill`.
-        """
+        """An engine of another configuration with the same tokens cached, to be continued with `prefill`."""
         sizes = dict(batch=len(self.rows), max_length=self.max_length, new_tokens=self.new_tokens)
         other = Engine(self.model, cfg, self.token_text, ops=self.ops, **sizes)
         n = max(row.length for row in self.rows)
@@ -253,16 +255,14 @@ class Engine:
         return other
 
     def prefill(self, b: int, tokens: list[int], chunk=512, progress=lambda n: None):
-        """Cache a prompt, or the continuation of one, in row b: dense passes over even chunks, the last of
-        which refreshes.
+        """Cache a prompt, or more of one, in row b: dense passes over even chunks; the last refreshes.
 
         Returns logits (1, V) of the last token and the last pass's Part.  progress(n) is called after each
-        chunk of n tokens."""
+        chunk of n tokens.
+        """
         self._check_room(b, len(tokens))
-        row, chunk = (
-            self.rows[b],
-            max(chunk, 2 * self.cfg.n_evidence),
-        )  # an even half is still enough evidence
+        row = self.rows[b]
+        chunk = max(chunk, 2 * self.cfg.n_evidence)  # then even the half of one holds all evidence queries
         total, pieces = row.length + len(tokens), -(-len(tokens) // chunk)
         refresh = self.cfg.policy != "dense" and self.cfg.candidates(total) > self.cfg.budget
         for i in range(pieces):
@@ -275,9 +275,7 @@ class Engine:
         return logits, part
 
     def step(self, tokens: list[int | None]):
-        """Feed one token to every row (None: the row has ended).  Returns logits (B, V) and what each row
-        did, a Part each.
-        """
+        """Feed a token to every row (None: it has ended).  Returns logits (B, V) and what each row did."""
         parts = []
         for b, token in enumerate(tokens):
             if token is not None:
@@ -296,9 +294,7 @@ class Engine:
         cfg, row = self.cfg, self.rows[b]
         row.armed, fires = advance(row.armed, self.token_text(token))
         length, reason, copied = row.length + 1, "", 0
-        refreshed_at = (
-            row.length if cfg.policy == "window" else length
-        )  # window re-anchors before the token is there
+        refreshed_at = length - (cfg.policy == "window")  # which re-anchors before the token is there
         if cfg.policy == "dense":
             reason = "dense"
         elif not row.memory and cfg.candidates(refreshed_at) <= cfg.budget:
@@ -317,27 +313,20 @@ class Engine:
         return Part("fast", 0, row.memory + 1, length, memory=row.memory, copied=copied)
 
     def _run(self, first: int, tokens, parts: list[Part]):
-        """One forward pass: tokens (B', T) for rows first .. first + B' - 1.  Returns logits (B', V) and the
-        finished parts.
-        """
+        """One forward pass: tokens (B', T) for rows first .. first + B' - 1.  Returns logits and parts."""
         rows, T = self.rows[first : first + len(parts)], tokens.shape[1]
         cached = slice(first, first + len(parts))
         device = self.model.device
-        position = torch.tensor(
-            [-1 if p.reason == "ended" else row.length for row, p in zip(rows, parts, strict=True)],
-            device=device,
-        )
+        first_new = [-1 if p.reason == "ended" else p.length - T for p in parts]
+        position = torch.tensor(first_new, device=device)
         start, length, memory = torch.tensor(
             [(p.start, p.visible, p.memory) for p in parts], device=device
         ).unbind(1)
         n_scores = min(self.cfg.n_evidence, T) if self.cfg.budget and any(p.refresh for p in parts) else 0
 
         def attention(layer, q, k, v):
-            K, V, norm = (
-                self.cache.k[layer, cached],
-                self.cache.v[layer, cached],
-                self.key_norm[layer, cached],
-            )
+            K, V = self.cache.k[layer, cached], self.cache.v[layer, cached]  # (B', K, cap + S_max, D)
+            norm = self.key_norm[layer, cached]  # (B', K, S_max)
             self.ops.append(k, v, K, V, norm, position, memory)
             out, scores = self.ops.attend(q, K, V, start, length, n_scores)
             for i, part in enumerate(parts):
@@ -350,9 +339,7 @@ class Engine:
         return logits, [self._finish(row, part) for row, part in zip(rows, parts, strict=True)]
 
     def _refresh(self, K, V, norm, length, scores):
-        """Choose and copy one layer's and row's memory at `length` cached tokens; scores (K, R, length), None
-        if N = 0.
-        """
+        """Choose and copy a memory of one layer and row at `length` tokens; scores (K, R, length)."""
         cfg = self.cfg
         low, high = cfg.n_sink, cfg.recent_start(length)
         if cfg.budget:
@@ -362,14 +349,11 @@ class Engine:
         self.ops.rebuild(K, V, slots, self.cap, low, high, length)
 
     def _reanchor(self, b: int) -> int:
-        """Policy window: rebuild sinks and recent window from the full cache, without a dense pass.  Returns
-        tokens copied.
-        """
+        """Policy window: rebuild sinks and window without a dense pass.  Returns tokens copied."""
         row = self.rows[b]
         for layer in range(self.model.config.num_hidden_layers):
-            self._refresh(
-                self.cache.k[layer, b], self.cache.v[layer, b], self.key_norm[layer, b], row.length, None
-            )
+            K, V, norm = self.cache.k[layer, b], self.cache.v[layer, b], self.key_norm[layer, b]
+            self._refresh(K, V, norm, row.length, None)
         row.memory, row.since = self._memory_size(row.length), 0
         return row.memory
 
@@ -392,34 +376,28 @@ class Engine:
 
 
 def noise(seed: int, row: int, position: int, size: int) -> torch.Tensor:
-    """Gumbel noise (size,) fp32 for the token at one position of one row: the same in any batch, on any
-    device.
+    """Gumbel noise (size,) fp32 for the token at one position of one row.
 
-    A counter-based generator (Philox) is asked at (seed; row, position), so no draw depends on another.
+    A counter-based generator (Philox) is asked at (seed; row, position), so no draw depends on another,
+    on the batch, or on the device.
     """
     bits = np.random.Philox(key=seed, counter=[0, 0, row, position])
     return -torch.from_numpy(np.random.Generator(bits).standard_exponential(size, dtype=np.float32)).log()
 
 
 def sample(logits, positions: list[int], temperature: float, seed: int) -> list[int]:
-    """One token a row from logits (B, V) fp32: argmax(logits / temperature + Gumbel noise), the argmax alone
-    at temperature 0.
-    """
+    """One token a row from logits (B, V): the argmax of logits / temperature + noise; greedy at 0."""
     check_sampling(temperature, seed)
     if not torch.isfinite(logits.amax(-1)).all():
         raise ValueError("the model's logits are not finite; try dtype float32, or check the checkpoint")
     if temperature > 0:
-        drawn = torch.stack(
-            [noise(seed, row, p, logits.shape[-1]) for row, p in enumerate(positions)]
-        )  # (B, V)
-        logits = logits / temperature + drawn.to(logits.device)
+        drawn = [noise(seed, row, p, logits.shape[-1]) for row, p in enumerate(positions)]
+        logits = logits / temperature + torch.stack(drawn).to(logits.device)
     return logits.argmax(-1).tolist()
 
 
 class Step(NamedTuple):
-    """What one step of the decode loop gave: a token a row (None: the row had ended) and the pass that made
-    it.
-    """
+    """What one step of the decode loop gave: a token a row (None: it had ended) and what made it."""
 
     tokens: list[int | None]
     parts: list[Part]
@@ -435,8 +413,7 @@ def decode(
     seed=0,
     progress=lambda n: None,
 ) -> Iterator[Step]:
-    """Prefill every prompt (token ids), then generate; a row ends after a token of stop_ids or max_new_tokens
-    tokens.
+    """Prefill every prompt (token ids), then generate until stop_ids or max_new_tokens end each row.
 
     The first Step carries the prefill's parts.  progress(n) reports prompt tokens as they are cached.
     """
@@ -451,9 +428,8 @@ def decode(
         live = [token is not None and token not in stop_ids for token in tokens]
         if not any(live) or made + 1 == max_new_tokens:
             return
-        logits, parts = engine.step(
-            [token if alive else None for token, alive in zip(tokens, live, strict=True)]
-        )
+        fed = [token if alive else None for token, alive in zip(tokens, live, strict=True)]
+        logits, parts = engine.step(fed)
 
 
 @dataclass

@@ -1,5 +1,4 @@
-"""The built-in text: a year in a harbour town, written by a seeded generator, with one letter to find and a
-question about it.
+"""The built-in text: a year in a harbour town by a seeded generator, with a letter to find in it.
 
 Same seed, same text, on any machine.  Read before: `generate.py`.
 """

@@ -58,9 +58,7 @@ class Text:
         return token.get("content") if isinstance(token, dict) else token
 
     def _token_text(self, token: int) -> str:
-        """Decoded text of one token in the middle of a text: some decoders strip the white space a text
-        begins with.
-        """
+        """Text of a token inside a text: some decoders strip the white space that a text begins with."""
         before = self.tokenizer.encode("a", add_special_tokens=False).ids
         decode = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False)
         return decode([*before, token])[len(decode(before)) :]
