@@ -104,7 +104,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, c: dict) -> "ModelConfig":
-        """Check a parsed config.json and keep what is needed; ValueError names key, value and what is allowed."""
+        """Check a parsed config.json and keep what is needed; ValueError names the key and its value."""
 
         def need(key):
             if c.get(key) is None:
@@ -350,7 +350,7 @@ class Model(nn.Module):
 
     @torch.inference_mode()
     def forward(self, tokens, positions, attention, n_logits=1):
-        """Logits (B, n_logits, V) fp32 of the last n_logits of tokens (B, T) int64 at positions (B, T) int64."""
+        """Logits (B, n_logits, V) fp32 of the last n_logits of tokens (B, T) at positions (B, T), int64."""
         angle = positions[..., None, None].float() * self.inv_freq  # (B, T, 1, D/2)
         scale = self.config.rope.attention_factor
         cos, sin = angle.cos() * scale, angle.sin() * scale
@@ -440,8 +440,8 @@ def shard_files(folder: Path) -> dict[Path, list[str]]:
 def read_tensors(folder: Path):
     """Yield (name, tensor) over all files; the tensors are memory-mapped and cost nothing until read.
 
-    A mapping counts as used memory while any of its tensors lives.  A few tensors share one, so whoever converts
-    as it goes never holds much more than the converted copy.
+    A mapping counts as used memory while any of its tensors lives.  A few tensors share one, so whoever
+    converts as it goes never holds much more than the converted copy.
     """
     for file, promised in shard_files(folder).items():
         try:

@@ -151,8 +151,8 @@ def advance(armed: str, text: str) -> tuple[str, bool]:
 
 
 # Layout: in each head slots [0, cap) are the compact memory and [cap, cap + S_max) the full cache, in one
-# allocation.  Both have the same strides, so a (start, length) per row chooses what it reads, and slow and fast
-# rows of a batch share one attention call.
+# allocation.  Both have the same strides, so a (start, length) per row chooses what it reads, and slow and
+# fast rows of a batch share one attention call.
 
 
 def append(k, v, K, V, key_norm, position, memory):
@@ -176,8 +176,8 @@ def append(k, v, K, V, key_norm, position, memory):
 def rebuild(K, V, slots, cap, n_sink, recent, length):
     """Copy [sinks | selected | recent window] of a row from its full cache into its memory, packed.
 
-    K, V (K, cap + S_max, D) of one layer and row, written in place; slots (K, N) int64 ascending positions; the
-    recent window is [recent, length).  Uses n_sink + N + length - recent slots.
+    K, V (K, cap + S_max, D) of one layer and row, written in place; slots (K, N) int64 ascending positions;
+    the recent window is [recent, length).  Uses n_sink + N + length - recent slots.
     """
     n = n_sink + slots.shape[1]
     for cache in (K, V):
