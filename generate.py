@@ -186,8 +186,9 @@ def run(args) -> dict:
     )
     check_memory(config, cfg, sizes, dtype, device)
 
+    folder = checkpoints.resolve(args.ckpt)
     began = time.perf_counter()
-    model = load(checkpoints.resolve(args.ckpt), config, dtype, device)
+    model = load(folder, config, dtype, device)
     load_s = time.perf_counter() - began
     engine = Engine(model, cfg, text.token_text, **sizes)
     name = str(dtype).removeprefix("torch.")

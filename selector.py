@@ -126,8 +126,8 @@ def span(log_p, n, first):
     """Score (K, M) of `span`: +inf in the n // 128 best blocks, elsewhere the log of the mean over rows.
 
     Blocks are BLOCK positions, aligned to the text (candidate 0 is position `first`) and cut where the
-    candidates end; a block's score is the largest p_r(j) in it over its tokens and the R rows.  A quarter of n
-    goes to whole blocks, the rest to single tokens.
+    candidates end; a block's score is the largest p_r(j) in it over its tokens and the R rows.  A quarter of
+    n goes to whole blocks, the rest to single tokens.
     """
     mean = power_mean(log_p, 1.0)  # (K, M)
     M, skip = mean.shape[-1], first % BLOCK
