@@ -8,7 +8,6 @@ random tokens almost never end a sentence.  Dense and SFI steps alternate in one
 JSON line last.  Read before: `sfi.py`.
 """
 
-import argparse
 import copy
 import json
 import platform
@@ -121,9 +120,7 @@ def measure(model: Model, cfg: SFIConfig, context: int, tokens: list[int], token
 
 
 def main(argv=None):
-    p = Parser(
-        "bench.py", description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    p = Parser("bench.py", "What dense, fast and slow steps cost, against what bytes alone allow.")
     p.add_argument(
         "--contexts", type=int, nargs="+", default=[8192, 32768], metavar="N", help="cached tokens"
     )

@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import psutil
@@ -34,75 +34,60 @@ from text import Stream, Text, read_json
 
 
 class Parser(argparse.ArgumentParser):
+    """An argument parser that shows defaults, refuses abbreviations and reports errors in one line."""
+
+    def __init__(self, prog, description):
+        super().__init__(prog, description=description, formatter_class=Help, allow_abbrev=False)
+
     def error(self, message):
-        """One line on stderr and exit code 2, without the usage text."""
         self.exit(2, f"{self.prog}: error: {message}; see --help\n")
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action):
+        """The help text, with its default where there is one worth showing."""
+        plain = action.default is None or action.default is False
+        return action.help if plain else super()._get_help_string(action)
+
+
 def parser() -> argparse.ArgumentParser:
-    p = Parser(
-        "generate.py",
-        description=__doc__.split("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+    p = Parser("generate.py", "Answer a question about a long text, most steps fast.")
+    number, flag = dict(type=int, metavar="N"), dict(action="store_true")
     names = ", ".join(checkpoints.SHORT_NAMES)
-    what = p.add_argument_group("what")
-    what.add_argument(
-        "--ckpt", default="smollm2", help=f"a folder, a hub id such as Qwen/Qwen3-4B, or one of {names}"
-    )
-    what.add_argument(
+
+    add = p.add_argument_group("what").add_argument
+    add("--ckpt", default="smollm2", help=f"a folder, a hub id such as Qwen/Qwen3-4B, or one of {names}")
+    add(
         "--prompt",
         nargs="+",
         metavar="FILE",
-        help="text files, one answer each; - is standard input; none: the built-in text",
+        help="texts, an answer each; - is standard input; none: built-in",
     )
-    what.add_argument(
-        "--question",
-        metavar="TEXT",
-        help="appended after the text; the built-in text has a question of its own",
+    add("--question", metavar="TEXT", help="appended after the text; the built-in text has one of its own")
+    add("--raw", help="feed the text as it is, without the chat template", **flag)
+    add("--max-new-tokens", default=256, help="tokens to generate at most", **number)
+    add("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token; 1: as trained")
+    add("--seed", default=0, help="of the sampling", **number)
+
+    add = p.add_argument_group("model and machine").add_argument
+    add(
+        "--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bfloat16 where the processor has it"
     )
-    what.add_argument("--raw", action="store_true", help="feed the text as it is, without the chat template")
-    what.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="tokens to generate at most"
-    )
-    what.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="0 takes the likeliest token, 1 samples as trained",
-    )
-    what.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling")
-    where = p.add_argument_group("model and machine")
-    where.add_argument(
-        "--dtype",
-        choices=["auto", *DTYPES],
-        default="auto",
-        help="auto: bfloat16 where the processor has it, else float32",
-    )
-    where.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one"
-    )
-    where.add_argument(
-        "--yarn", type=float, metavar="FACTOR", help="stretch the model's positions, 4 for Qwen3 at 131072"
-    )
-    method = p.add_argument_group("method")
-    method.add_argument(
-        "--dense", action="store_true", help="every step dense, for comparison: --policy dense"
-    )
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
+    add("--yarn", type=float, metavar="FACTOR", help="stretch the positions; 4 makes Qwen3's 131072")
+
+    add = p.add_argument_group("method").add_argument
+    add("--dense", help="every step dense, for comparison: --policy dense", **flag)
     for f in fields(SFIConfig):
+        kind = dict(type=str, choices=f.metadata["choices"]) if f.metadata["choices"] else number
         if f.name == "paper_steps":
-            kind = dict(
-                type=lambda s: tuple(filter(None, s.split(","))), metavar="A,B", default=",".join(f.default)
-            )
-        else:
-            kind = dict(type=type(f.default), choices=f.metadata["choices"], default=f.default)
-            kind |= {} if f.metadata["choices"] else {"metavar": "N"}
-        method.add_argument("--" + f.name.replace("_", "-"), help=f.metadata["help"], **kind)
-    out = p.add_argument_group("output")
-    out.add_argument("--json", action="store_true", help="print one line of JSON last")
-    out.add_argument("--quiet", action="store_true", help="no progress and no report on stderr")
+            kind = dict(type=lambda text: tuple(filter(None, text.split(","))), metavar="A,B")
+        default = ",".join(f.default) if f.name == "paper_steps" else f.default
+        add("--" + f.name.replace("_", "-"), default=default, help=f.metadata["help"], **kind)
+
+    add = p.add_argument_group("output").add_argument
+    add("--json", help="print one line of JSON last", **flag)
+    add("--quiet", help="no progress and no report on stderr", **flag)
     return p
 
 
@@ -164,10 +149,8 @@ def check_memory(config: ModelConfig, cfg: SFIConfig, sizes: dict, dtype: torch.
 
 def run(args) -> dict:
     """Check all that can be checked before the weights load, load, answer; returns what --json prints."""
-    cfg = SFIConfig(
-        **{f.name: getattr(args, f.name) for f in fields(SFIConfig)}
-        | ({"policy": "dense"} if args.dense else {})
-    )
+    cfg = SFIConfig(**{f.name: getattr(args, f.name) for f in fields(SFIConfig)})
+    cfg = replace(cfg, policy="dense") if args.dense else cfg
     check_sampling(args.temperature, args.seed)
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
@@ -176,14 +159,11 @@ def run(args) -> dict:
     config = ModelConfig.from_dict(read_json(folder / "config.json"))
     config = with_yarn(config, args.yarn) if args.yarn is not None else config
     text = Text(folder)
-    ids = [
-        text.encode(prompt, special=True) if args.raw else text.encode(text.chat(prompt))
-        for prompt in prompts
-    ]
+    encode = (lambda p: text.encode(p, special=True)) if args.raw else lambda p: text.encode(text.chat(p))
+    ids = [encode(prompt) for prompt in prompts]
     check_lengths(config, [len(prompt) for prompt in ids], args.max_new_tokens)
-    sizes = dict(
-        batch=len(ids), max_length=max(map(len, ids)) + args.max_new_tokens, new_tokens=args.max_new_tokens
-    )
+    longest, new = max(map(len, ids)), args.max_new_tokens
+    sizes = dict(batch=len(ids), max_length=longest + new, new_tokens=new)
     check_memory(config, cfg, sizes, dtype, device)
 
     folder = checkpoints.resolve(args.ckpt)
@@ -194,19 +174,10 @@ def run(args) -> dict:
     name = str(dtype).removeprefix("torch.")
     if not args.quiet:
         kind = f"{config.model_type}, {sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters"
-        print(
-            f"{args.ckpt}: {kind}, {name} on {device}, {engine.ops.name} backend, policy {cfg.policy}",
-            file=sys.stderr,
-        )
-    result = answer(args, engine, ids, text)
-    facts = {
-        "backend": engine.ops.name,
-        "device": str(device),
-        "dtype": name,
-        "seed": args.seed,
-        "ckpt": args.ckpt,
-    }
-    return {**result, "load_s": load_s, **facts, "config": asdict(cfg)}
+        how = f"{name} on {device}, {engine.ops.name} backend, policy {cfg.policy}"
+        print(f"{args.ckpt}: {kind}, {how}", file=sys.stderr)
+    facts = dict(backend=engine.ops.name, device=str(device), dtype=name, seed=args.seed, ckpt=args.ckpt)
+    return {**answer(args, engine, ids, text), "load_s": load_s, **facts, "config": asdict(cfg)}
 
 
 def answer(args, engine: Engine, ids: list[list[int]], text: Text) -> dict:
@@ -215,18 +186,15 @@ def answer(args, engine: Engine, ids: list[list[int]], text: Text) -> dict:
     stopped = [False] * len(ids)
     show = (lambda piece: print(piece, end="", flush=True)) if len(ids) == 1 else lambda piece: None
     clock = Clock(engine.model.device)
-    with tqdm(
-        total=sum(map(len, ids)), desc="prefill", unit=" tokens", leave=False, disable=args.quiet or None
-    ) as bar:
+    shown = dict(desc="prefill", unit=" tokens", leave=False, disable=args.quiet or None)
+    with tqdm(total=sum(map(len, ids)), **shown) as bar:
 
         def progress(n):
             bar.update(n)
             clock.mark("prefill")
 
-        settings = dict(
-            temperature=args.temperature, seed=args.seed, stop_ids=text.stop_ids, progress=progress
-        )
-        for step in decode(engine, ids, max_new_tokens=args.max_new_tokens, **settings):
+        settings = dict(max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed)
+        for step in decode(engine, ids, stop_ids=text.stop_ids, progress=progress, **settings):
             bar.close()
             clock.mark("first_token", once=True)
             tally.add(step.parts)
@@ -310,6 +278,8 @@ def main(argv=None):
     except ValueError as e:
         print(f"generate.py: error: {e}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     if args.json:
         print(json.dumps(result, ensure_ascii=False))
 

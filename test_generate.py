@@ -182,6 +182,7 @@ def test_every_config_field_has_a_flag(capsys):
     out, _, _ = run(capsys, "--help")
     for name in generate.SFIConfig.__dataclass_fields__:
         assert "--" + name.replace("_", "-") in out
+    assert "(default: 0.0)" in out and "(default: None)" not in out and "(default: False)" not in out
 
 
 FILES = {
