@@ -248,11 +248,10 @@ class Clock:
 
 def report(r: dict, tally: Tally, cfg: SFIConfig) -> str:
     """What a reader at the terminal wants to know, a few lines."""
-    ended = " and ".join(
-        sorted({"stop": "end token", "length": "length limit"}[s] for s in set(r["stop_reason"]))
-    )
+    names = {"stop": "end token", "length": "length limit"}
+    ended = " and ".join(sorted(names[reason] for reason in set(r["stop_reason"])))
     lines = [f"{sum(r['prompt_tokens']):,} prompt tokens, {sum(r['new_tokens']):,} new, ended by {ended}"]
-    steps, gb = r["slow_steps"] + r["fast_steps"], 1e-9
+    steps = r["slow_steps"] + r["fast_steps"]
     if not steps:
         return f"{lines[0]}; prefill {r['prefill_s']:.1f} s"
     slow = ", ".join(f"{n} {reason}" for reason, n in r["slow_reasons"].items() if n)
@@ -260,13 +259,11 @@ def report(r: dict, tally: Tally, cfg: SFIConfig) -> str:
     if tally.fast:
         visible, dense = tally.fast_visible / tally.fast, tally.dense / steps
         lines[-1] += f"; a fast step reads {visible:,.0f} tokens of {dense:,.0f}"
-    elif cfg.policy != "dense":
+    elif r["slow_reasons"]["short"] == steps:
         memory = cfg.n_sink + cfg.budget + cfg.n_recent
         lines.append(f"everything fits into the memory of {memory:,} tokens: equal to dense decoding")
-    read, dense = r["kv_bytes_read"] * gb, r["kv_bytes_dense"] * gb
-    lines.append(
-        f"KV cache read: {read:.2f} GB, {100 * read / dense:.0f} % of dense decoding's {dense:.2f} GB"
-    )
+    read, dense = r["kv_bytes_read"] / 1e9, r["kv_bytes_dense"] / 1e9
+    lines.append(f"KV cache read: {read:.2f} GB, {read / dense:.0%} of dense decoding's {dense:.2f} GB")
     times = f"decode {r['decode_s']:.1f} s, {r['tokens_per_s']:.1f} tokens/s"
     return "\n".join([*lines, f"prefill {r['prefill_s']:.1f} s, {times}"])
 
@@ -281,7 +278,7 @@ def main(argv=None):
     except KeyboardInterrupt:
         sys.exit(130)
     if args.json:
-        print(json.dumps(result, ensure_ascii=False))
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -79,18 +79,7 @@ def prompt_file(tmp_path):
     return str(file)
 
 
-SMALL = [
-    "--n-select",
-    "20",
-    "--n-recent",
-    "16",
-    "--max-interval",
-    "8",
-    "--min-gap",
-    "2",
-    "--max-new-tokens",
-    "20",
-]
+SMALL = "--n-select 20 --n-recent 16 --max-interval 8 --min-gap 2 --max-new-tokens 20".split()
 
 
 def run(capsys, *argv):
