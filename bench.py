@@ -12,6 +12,7 @@ import copy
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -171,11 +172,21 @@ def main(argv=None):
         "rows": rows,
         "machine": machine(device),
         "torch": torch.__version__,
+        "commit": commit(),
         "command": " ".join(["bench.py", *(argv if argv is not None else sys.argv[1:])]),
     }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
+
+
+def commit() -> str | None:
+    """The commit of this checkout, None outside of one."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+    except FileNotFoundError:
+        return None
 
 
 def machine(device) -> str:
