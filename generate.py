@@ -21,6 +21,7 @@ import checkpoints
 import story
 from model import CPU_HAS_BF16, DTYPES, Model, ModelConfig, load, with_yarn
 from sfi import (
+    REFERENCE,
     SLOW_REASONS,
     Engine,
     SFIConfig,
@@ -133,8 +134,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" or CPU_HAS_BF16 else torch.float32
 
 
-def check_memory(config: ModelConfig, cfg: SFIConfig, sizes: dict, dtype: torch.dtype, device: torch.device):
-    """ValueError if weights and cache cannot fit into the free memory; sizes are the engine's."""
+def check_memory(config: ModelConfig, cfg: SFIConfig, sizes: dict, dtype: torch.dtype, device) -> int:
+    """Bytes of the weights; ValueError if they and the cache of an engine of `sizes` do not fit."""
     with torch.device("meta"):
         weights = sum(p.numel() for p in Model(config).parameters()) * dtype.itemsize
     cache = cache_bytes(config, cfg, dtype=dtype, **sizes)
@@ -145,6 +146,7 @@ def check_memory(config: ModelConfig, cfg: SFIConfig, sizes: dict, dtype: torch.
             f"needs {(weights + cache) / 1e9:.1f} GB ({parts}), this machine has {free / 1e9:.1f} GB free; "
             "choose a smaller model, a shorter prompt or a narrower --dtype"
         )
+    return weights
 
 
 def run(args) -> dict:
@@ -164,20 +166,22 @@ def run(args) -> dict:
     check_lengths(config, [len(prompt) for prompt in ids], args.max_new_tokens)
     longest, new = max(map(len, ids)), args.max_new_tokens
     sizes = dict(batch=len(ids), max_length=longest + new, new_tokens=new)
-    check_memory(config, cfg, sizes, dtype, device)
+    weights = check_memory(config, cfg, sizes, dtype, device)
+    facts = dict(backend=REFERENCE.name, device=str(device), dtype=str(dtype).removeprefix("torch."))
+    if not args.quiet:
+        how = "{dtype} on {device}, {backend} backend".format(**facts)
+        print(
+            f"{args.ckpt}: {config.model_type}, {weights / 1e9:.2f} GB, {how}, policy {cfg.policy}",
+            file=sys.stderr,
+        )
 
     folder = checkpoints.resolve(args.ckpt)
     began = time.perf_counter()
     model = load(folder, config, dtype, device)
     load_s = time.perf_counter() - began
-    engine = Engine(model, cfg, text.token_text, **sizes)
-    name = str(dtype).removeprefix("torch.")
-    if not args.quiet:
-        kind = f"{config.model_type}, {sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters"
-        how = f"{name} on {device}, {engine.ops.name} backend, policy {cfg.policy}"
-        print(f"{args.ckpt}: {kind}, {how}", file=sys.stderr)
-    facts = dict(backend=engine.ops.name, device=str(device), dtype=name, seed=args.seed, ckpt=args.ckpt)
-    return {**answer(args, engine, ids, text), "load_s": load_s, **facts, "config": asdict(cfg)}
+    engine = Engine(model, cfg, text.token_text, ops=REFERENCE, **sizes)
+    facts |= dict(load_s=load_s, seed=args.seed, ckpt=args.ckpt)
+    return answer(args, engine, ids, text) | facts | {"config": asdict(cfg)}
 
 
 def answer(args, engine: Engine, ids: list[list[int]], text: Text) -> dict:

@@ -1,5 +1,6 @@
 """The engine: configuration, trigger, compact memory, policies, decode loop, against a naive simulation."""
 
+import copy
 import json
 import random
 from dataclasses import replace
@@ -567,6 +568,19 @@ def test_fork_continues_from_the_same_tokens(tiny):
         if token is not None:
             got, want = fork.step([token])[0], whole.step([token])[0]
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_takes_the_same_steps(tiny, dtype):
+    """Same schedule and memory sizes as fp32, logits as near to it as the precision allows."""
+    narrow = copy.deepcopy(tiny).to(dtype)
+    narrow.inv_freq = tiny.inv_freq
+    engines = [Engine(m, SMALL, token_text, max_length=100, new_tokens=30) for m in (tiny, narrow)]
+    logits = [engine.prefill(0, prompt(60))[0] for engine in engines]
+    for token in prompt(30, 2):
+        assert (logits[0] - logits[1]).abs().mean() < 0.15 * logits[0].std()
+        logits, parts = zip(*(engine.step([token]) for engine in engines), strict=True)
+        assert parts[0] == parts[1]
 
 
 def test_room_is_checked(tiny):
