@@ -9,8 +9,8 @@ import torch
 import transformers
 
 import checkpoints
-from model import KVCache, ModelConfig, attend, load
-from text import Text, read_json
+from model import KVCache, ModelConfig, attend, load, read_json
+from text import Text
 
 SHARED = Path(__file__).resolve().parent.parent / "shared"
 # Every dimension differs from every other, so that a swapped axis cannot hide.
@@ -93,9 +93,9 @@ def dense_logits(model, tokens, first=0):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A tiny Qwen3 in fp32: G = 3, K = 3 so that no step of the Selector is skipped."""
+    """A tiny Qwen3 in fp32: L = 2, K = 3 (so that no step of the Selector is skipped), G = 5, D = 16."""
     folder = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(folder, heads=9, kv_heads=3, head_dim=16)
+    make_checkpoint(folder, heads=15, kv_heads=3, head_dim=16, num_hidden_layers=2)
     return load_folder(folder)
 
 

@@ -8,6 +8,7 @@ Text streams to stdout; everything else goes to stderr.  Read before: `sfi.py`.
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, fields, replace
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 import checkpoints
 import story
-from model import CPU_HAS_BF16, DTYPES, Model, ModelConfig, load, with_yarn
+from model import CPU_HAS_BF16, DTYPES, Model, ModelConfig, load, read_json, with_yarn
 from sfi import (
     REFERENCE,
     SLOW_REASONS,
@@ -31,7 +32,7 @@ from sfi import (
     check_sampling,
     decode,
 )
-from text import Stream, Text, read_json
+from text import Stream, Text
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = p.add_argument_group("output").add_argument
     add("--json", help="print one line of JSON last", **flag)
-    add("--quiet", help="no progress and no report on stderr", **flag)
+    add("--quiet", help="no report and no prefill progress on stderr", **flag)
     return p
 
 
@@ -117,6 +118,8 @@ def read_prompts(args) -> list[str]:
     question = args.question if args.question is not None or args.prompt else story.QUESTION
     if question is not None and not question.strip():
         raise ValueError("--question is empty; give a question, or leave the flag out")
+    if question and any("\ud800" <= c <= "\udfff" for c in question):
+        raise ValueError("--question is not UTF-8; allowed is UTF-8 text")
     return [f"{text.strip()}\n\n{question}" if question else text for text in texts]
 
 
@@ -163,6 +166,10 @@ def run(args) -> dict:
     text = Text(folder)
     encode = (lambda p: text.encode(p, special=True)) if args.raw else lambda p: text.encode(text.chat(p))
     ids = [encode(prompt) for prompt in prompts]
+    if (largest := max(map(max, ids), default=0)) >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer gives token {largest}, the model has {config.vocab_size}; they do not match"
+        )
     check_lengths(config, [len(prompt) for prompt in ids], args.max_new_tokens)
     longest, new = max(map(len, ids)), args.max_new_tokens
     sizes = dict(batch=len(ids), max_length=longest + new, new_tokens=new)
@@ -274,15 +281,18 @@ def report(r: dict, tally: Tally, cfg: SFIConfig) -> str:
 
 def main(argv=None):
     args = parser().parse_args(argv)
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character does not end the answer
     try:
         result = run(args)
-    except ValueError as e:
-        print(f"generate.py: error: {e}", file=sys.stderr)
-        sys.exit(2)
+        if args.json:
+            print(json.dumps(result), flush=True)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         sys.exit(130)
-    if args.json:
-        print(json.dumps(result))
+    except (ValueError, OSError, torch.OutOfMemoryError) as e:
+        print(f"generate.py: error: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -106,17 +106,19 @@ class ModelConfig:
     def from_dict(cls, c: dict) -> "ModelConfig":
         """Check a parsed config.json and keep what is needed; ValueError names the key and its value."""
 
+        def refuse(key, allowed):
+            value = json.dumps(c.get(key))
+            raise ValueError(f"config.json has {key} = {value}; this loader supports {allowed}")
+
         def need(key):
             if c.get(key) is None:
-                raise ValueError(
-                    f"config.json has no {key}; it is needed, so fetch the checkpoint's own config.json"
-                )
+                raise ValueError(f"config.json has no {key}; fetch the checkpoint's own config.json")
             return c[key]
 
-        def refuse(key, allowed):
-            raise ValueError(
-                f"config.json has {key} = {json.dumps(c.get(key))}; this loader supports {allowed}"
-            )
+        def whole(key):
+            if type(need(key)) is not int or c[key] < 1:
+                refuse(key, "a whole number, 1 or more")
+            return c[key]
 
         kind = need("model_type")
         if kind not in MODEL_TYPES:
@@ -128,65 +130,79 @@ class ModelConfig:
             refuse(key, "full attention in every layer: sliding-window attention is not computed here")
         if c.get("hidden_act", "silu") != "silu":
             refuse("hidden_act", "silu")
-        heads, kv_heads = (
-            need("num_attention_heads"),
-            c.get("num_key_value_heads") or need("num_attention_heads"),
-        )
+        heads = whole("num_attention_heads")
+        kv_heads = heads if c.get("num_key_value_heads") is None else whole("num_key_value_heads")
         if heads % kv_heads:
             refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+        head_dim = whole("hidden_size") // heads if c.get("head_dim") is None else whole("head_dim")
+        if head_dim % 2 or not head_dim:
+            raise ValueError(f"config.json gives head_dim = {head_dim}; this loader supports an even number")
         moe = {}
         if kind == "qwen3_moe":
             c = {"num_experts": c.get("num_local_experts")} | c  # newer transformers' spelling
             keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-            moe = {key: need(key) for key in keys} | {"norm_topk_prob": bool(c.get("norm_topk_prob", False))}
+            moe = {key: whole(key) for key in keys} | {"norm_topk_prob": bool(c.get("norm_topk_prob", False))}
+            if moe["num_experts_per_tok"] > moe["num_experts"]:
+                refuse("num_experts_per_tok", f"at most num_experts = {moe['num_experts']}")
             moe |= {"decoder_sparse_step": c.get("decoder_sparse_step", 1)}
             moe |= {"mlp_only_layers": tuple(c.get("mlp_only_layers") or ())}
         return cls(
             model_type=kind,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
-            head_dim=c.get("head_dim") or need("hidden_size") // heads,
+            head_dim=head_dim,
             rope=rope_config(c),
             tie_word_embeddings=bool(c.get("tie_word_embeddings", False)),
             attention_bias=bool(c.get("attention_bias", False)),
             mlp_bias=bool(c.get("mlp_bias", False)),
             dtype=str(c.get("dtype") or c.get("torch_dtype") or "float32"),
-            **{
-                key: need(key)
-                for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-            },
-            **{key: need(key) for key in ("rms_norm_eps", "max_position_embeddings")},
+            rms_norm_eps=positive(c, "rms_norm_eps"),
+            **{key: whole(key) for key in ("vocab_size", "hidden_size", "intermediate_size")},
+            **{key: whole(key) for key in ("num_hidden_layers", "max_position_embeddings")},
             **moe,
         )
 
 
 def rope_config(c: dict) -> RopeConfig:
     """RoPE facts, from `rope_theta` + `rope_scaling` or from `rope_parameters` (newer transformers)."""
-    r = dict(c.get("rope_scaling") or {}) | dict(c.get("rope_parameters") or {})
-    theta, kind = r.get("rope_theta", c.get("rope_theta")), r.get("rope_type") or r.get("type") or "default"
-    if theta is None:
+    r = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(c.get(key) or {}, dict):
+            raise ValueError(f"config.json has {key} = {json.dumps(c[key])}; allowed is an object, or null")
+        r |= c.get(key) or {}
+    if r.get("rope_theta", c.get("rope_theta")) is None:
         raise ValueError(
             "config.json has no rope_theta, at the top or under rope_parameters; add the model's own"
         )
+    theta, kind = positive({**c, **r}, "rope_theta"), r.get("rope_type") or r.get("type") or "default"
     if kind not in ("default", "yarn"):
         raise ValueError(f"config.json has rope type {kind!r}; this loader supports 'default' and 'yarn'")
     if c.get("partial_rotary_factor", r.get("partial_rotary_factor", 1.0)) != 1.0:
         raise ValueError("config.json has a partial_rotary_factor; this loader rotates whole heads only")
     if kind == "default":
         return RopeConfig(theta)
-    original = r.get("original_max_position_embeddings") or c["max_position_embeddings"]
-    factor = r.get("factor") or c["max_position_embeddings"] / original
-    scale = r.get("attention_factor") or yarn_scale(factor, r.get("mscale"), r.get("mscale_all_dim"))
-    return RopeConfig(
-        theta,
-        "yarn",
-        factor,
-        original,
-        scale,
-        r.get("beta_fast") or 32.0,
-        r.get("beta_slow") or 1.0,
-        r.get("truncate", True),
-    )
+    given = {
+        "original_max_position_embeddings": c.get("max_position_embeddings"),
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+    given |= {key: value for key, value in r.items() if value is not None}
+    original = positive(given, "original_max_position_embeddings")
+    factor = positive({"factor": positive(c, "max_position_embeddings") / original} | given, "factor")
+    if given.get("attention_factor") is not None:
+        scale = positive(given, "attention_factor")
+    else:
+        scale = yarn_scale(factor, r.get("mscale"), r.get("mscale_all_dim"))
+    betas = positive(given, "beta_fast"), positive(given, "beta_slow")
+    return RopeConfig(theta, "yarn", factor, original, scale, *betas, r.get("truncate", True))
+
+
+def positive(c: dict, key: str) -> float:
+    """c[key] if it is a finite number above 0, ValueError otherwise."""
+    value = c.get(key)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json has {key} = {json.dumps(value)}; allowed is a number above 0")
+    return value
 
 
 def yarn_scale(factor, mscale=None, mscale_all_dim=None) -> float:
@@ -416,21 +432,36 @@ def attend(q, K, V, start, length, n_scores=0):
     return out, scores
 
 
+def read_json(path: Path, default=None) -> dict:
+    """The object in a JSON file; `default` where the file is absent and one is given."""
+    if default is not None and not path.exists():
+        return default
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ValueError(f"cannot read {path} ({e}); fetch the checkpoint again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object; fetch the checkpoint again")
+    return content
+
+
 def shard_files(folder: Path) -> dict[Path, list[str]]:
     """The safetensors files of a checkpoint and the tensors promised in each ([] where there is no index)."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        if not (folder / "model.safetensors").exists():
+        if not (folder / "model.safetensors").is_file():
             found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
             raise ValueError(
                 f"{folder} has no model.safetensors or index (found: {found}); convert it to safetensors"
             )
         return {folder / "model.safetensors": []}
-    shards = {}
-    for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+    names, shards = read_json(index).get("weight_map"), {}
+    if not isinstance(names, dict) or not all(isinstance(file, str) and file for file in names.values()):
+        raise ValueError(f"{index} has no weight_map of tensor to file; fetch the checkpoint again")
+    for name, file in names.items():
         shards.setdefault(folder / file, []).append(name)
     for file in shards:
-        if not file.exists():
+        if not file.is_file():
             raise ValueError(
                 f"{index.name} names {file.name}, which is not in {folder}; fetch the checkpoint again"
             )
@@ -455,7 +486,7 @@ def read_tensors(folder: Path):
                 with safe_open(file, "pt") as f:
                     for name in names[i : i + 32]:
                         yield name, f.get_tensor(name)
-        except SafetensorError as e:
+        except (SafetensorError, OSError) as e:
             raise ValueError(
                 f"{file} is not a readable safetensors file ({e}); fetch the checkpoint again"
             ) from None
@@ -478,6 +509,7 @@ def load(folder, config: ModelConfig, dtype: torch.dtype | None = None, device="
         model = Model(config)
     model.inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
     missing, spare_head = dict(model.named_parameters()), None
+    known = set(missing)
     for name, tensor in read_tensors(folder):
         if tensor.dtype not in DTYPES.values():
             raise ValueError(
@@ -489,6 +521,8 @@ def load(folder, config: ModelConfig, dtype: torch.dtype | None = None, device="
             spare_head = tensor
             continue
         want = missing.pop(name, None)
+        if want is None and name in known:
+            raise ValueError(f"the checkpoint has {name} twice, in several files; fetch it again")
         if want is None:
             raise ValueError(
                 f"the checkpoint has {name}, for which a {config.model_type} of this config has no place"

@@ -40,6 +40,8 @@ def select(scores, key_norm, n, cfg):
         if cfg.selector == "span"
         else paper(log_p, key_norm, cfg.paper_steps, cfg.fusion)
     )
+    if log_s.isnan().any():
+        raise ValueError("the attention scores are not finite; try dtype float32, or check the checkpoint")
     return top_n(log_s, n) + cfg.n_sink
 
 

@@ -276,11 +276,15 @@ class Engine:
 
     def step(self, tokens: list[int | None]):
         """Feed a token to every row (None: it has ended).  Returns logits (B, V) and what each row did."""
-        parts = []
         for b, token in enumerate(tokens):
-            if token is not None:
-                self._check_room(b, 1)
-            parts.append(Part() if token is None else self._plan(b, token))
+            if token is None:
+                continue
+            self._check_room(b, 1)
+            if self.cfg.policy == "never" and self.rows[b].memory == self.cap:
+                raise ValueError(
+                    f"row {b}'s memory is full; the engine was made for {self.new_tokens} new tokens"
+                )
+        parts = [Part() if token is None else self._plan(b, token) for b, token in enumerate(tokens)]
         return self._run(0, torch.tensor([[token or 0] for token in tokens]), parts)
 
     def _check_room(self, b, n):
@@ -382,17 +386,18 @@ def noise(seed: int, row: int, position: int, size: int) -> torch.Tensor:
     on the batch, or on the device.
     """
     bits = np.random.Philox(key=seed, counter=[0, 0, row, position])
-    return -torch.from_numpy(np.random.Generator(bits).standard_exponential(size, dtype=np.float32)).log()
+    waits = np.random.Generator(bits).standard_exponential(size)  # in fp64: an fp32 draw is 0 once in 2^23
+    return -torch.from_numpy(waits).log().float()
 
 
 def sample(logits, positions: list[int], temperature: float, seed: int) -> list[int]:
-    """One token a row from logits (B, V): the argmax of logits / temperature + noise; greedy at 0."""
+    """One token a row from logits (B, V): the argmax of logits + temperature * noise; greedy at 0."""
     check_sampling(temperature, seed)
     if not torch.isfinite(logits.amax(-1)).all():
         raise ValueError("the model's logits are not finite; try dtype float32, or check the checkpoint")
     if temperature > 0:
         drawn = [noise(seed, row, p, logits.shape[-1]) for row, p in enumerate(positions)]
-        logits = logits / temperature + torch.stack(drawn).to(logits.device)
+        logits = logits + temperature * torch.stack(drawn).to(logits.device)
     return logits.argmax(-1).tolist()
 
 
@@ -417,6 +422,10 @@ def decode(
 
     The first Step carries the prefill's parts.  progress(n) reports prompt tokens as they are cached.
     """
+    if len(prompts) != len(engine.rows):
+        raise ValueError(
+            f"{len(prompts)} prompts for an engine of {len(engine.rows)} rows; give one prompt a row"
+        )
     check_lengths(engine.model.config, [len(p) for p in prompts], max_new_tokens)
     filled = [engine.prefill(b, prompt, progress=progress) for b, prompt in enumerate(prompts)]
     logits, parts = torch.cat([logits for logits, _ in filled]), [part for _, part in filled]

@@ -5,6 +5,9 @@ built-in text.
 import io
 import json
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -12,12 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import checkpoints
 import generate
 import story
 from conftest import SHARED, edit_config, make_checkpoint
+from model import ModelConfig, read_json
+from sfi import SFIConfig, cache_bytes
 from text import Stream, Text
 
 TEMPLATE = """{%- for message in messages %}
@@ -101,7 +107,12 @@ def test_json_line_and_report(capsys, folder, prompt_file):
     assert out == r["text"][0] + "\n" + last + "\n"
     assert r["slow_steps"] + r["fast_steps"] == sum(n - 1 for n in r["new_tokens"]) > 0
     assert sum(r["slow_reasons"].values()) == r["slow_steps"] and r["fast_steps"] > 0
-    assert 0 < r["kv_bytes_read"] < r["kv_bytes_dense"]
+    prompt, new, token_bytes = r["prompt_tokens"][0], r["new_tokens"][0], 2 * 3 * 2 * 16 * 4
+    assert r["kv_bytes_dense"] == sum(range(prompt + 1, prompt + new)) * token_bytes
+    copied = r["kv_bytes_read"] / token_bytes - r["visible_tokens"] * (new - 1)
+    refreshes = 1 + r["slow_steps"]  # the prefill's too; each copies 4 sinks, 20 selected, 16 to 31 recent
+    assert refreshes * (4 + 20 + 16) <= copied <= refreshes * (4 + 20 + 31)
+    assert r["visible_tokens"] > 40 + r["slow_steps"] * (prompt - 60) / (new - 1)  # slow steps count in full
     assert r["prefill_s"] <= r["first_token_s"] and r["config"]["n_select"] == 20
     assert f"{r['fast_steps']} fast, {r['slow_steps']} slow" in err and "KV cache read" in err
 
@@ -226,16 +237,113 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, folder, tmp_path, monkeyp
     )
 
 
-def test_memory_is_checked_before_the_weights_load(capsys, folder, prompt_file, monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000}))
+@pytest.mark.parametrize("free", ["0.9 of the weights", "weights + 0.9 of the cache"])
+def test_memory_is_checked_before_the_weights_load(capsys, folder, prompt_file, monkeypatch, free):
+    weights = sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
+    config = ModelConfig.from_dict(read_json(folder / "config.json"))
+    prompt = len(Path(prompt_file).read_text()) + len("user\n\nassistant\n") + 3
+    sizes = dict(batch=1, max_length=prompt + 256, new_tokens=256, dtype=torch.float32)
+    cache = cache_bytes(config, SFIConfig(), **sizes)
+    available = 0.9 * weights if free.startswith("0.9") else weights + 0.9 * cache
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": available}))
     monkeypatch.setattr(generate, "load", lambda *a: pytest.fail("the weights were loaded"))
-    _, err, code = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--device", "cpu")
-    assert code == 2 and re.search(r"needs \d+\.\d GB .*this machine has 0\.0 GB free", err)
+    argv = ["--ckpt", folder, "--prompt", prompt_file, "--device", "cpu", "--dtype", "float32"]
+    _, err, code = run(capsys, *argv)
+    assert code == 2 and re.search(r"needs \d+\.\d GB .*this machine has \d+\.\d GB free", err)
+    available = weights + cache
+    monkeypatch.setattr(generate, "load", lambda *a: (_ for _ in ()).throw(ValueError("it would load")))
+    assert "it would load" in run(capsys, *argv)[1]
+
+
+@pytest.fixture
+def damaged(folder, tmp_path):
+    """A copy of the folder to damage, and the arguments to run it with."""
+    copy = tmp_path / "damaged"
+    shutil.copytree(folder, copy)
+    (tmp_path / "hello.txt").write_text("hello")
+    return copy, ["--ckpt", copy, "--prompt", tmp_path / "hello.txt", "--max-new-tokens", 2]
+
+
+@pytest.mark.parametrize(
+    "file, content, message",
+    [
+        ("config.json", "[]", "config.json holds no JSON object"),
+        ("config.json", "{", "cannot read"),
+        ("config.json", '{"model_type": "mamba"}', 'model_type = "mamba"'),
+        ("generation_config.json", "3", "generation_config.json holds no JSON object"),
+        ("generation_config.json", '{"eos_token_id": [[1]]}', "eos_token_id = [[1]]; allowed is a token id"),
+        ("tokenizer_config.json", "null", "tokenizer_config.json holds no JSON object"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": "{{ 1 / 0 }}"}',
+            "chat template fails (division by zero)",
+        ),
+        ("chat_template.jinja", "{{ raise_exception('no\nway') }}", "chat template fails (no way)"),
+        ("chat_template.jinja", "{% if %}", "chat template fails"),
+        ("tokenizer.json", "{}", "fetch the checkpoint's tokenizer.json"),
+        ("model.safetensors", "{}", "not a readable safetensors file"),
+    ],
+)
+def test_damaged_checkpoints_are_one_line(capsys, damaged, file, content, message):
+    folder, argv = damaged
+    (folder / file).write_text(content)
+    _, err, code = run(capsys, *argv, "--quiet")
+    assert code == 2 and err.count("\n") == 1 and message in err and err.startswith("generate.py: error: ")
+
+
+def test_a_tokenizer_larger_than_the_model_is_named(capsys, damaged):
+    folder, argv = damaged
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["hello"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _, err, code = run(capsys, *argv)
+    assert code == 2 and "the tokenizer gives token 258, the model has 258" in err
+
+
+def test_template_in_a_list_and_end_token_in_generation_config_alone(damaged):
+    folder, _ = damaged
+    templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": TEMPLATE}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 257]}))
+    text = Text(folder)
+    assert text.chat("x") == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    assert text.stop_ids == {7, 257}
+
+
+def test_token_text_keeps_the_space_that_some_decoders_strip(damaged):
+    folder, _ = damaged
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={"\u2581": 0, "a": 1, "b": 2, "\u2581b": 3, "\u2581a": 4},
+            merges=[("\u2581", "b"), ("\u2581", "a")],
+        )
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = Text(folder)
+    assert text.tokenizer.decode([3]) == "b" and text.token_text(3) == " b"
+
+
+@pytest.mark.parametrize("command", ["| head -c 1", "> /dev/full"])
+def test_output_that_cannot_be_written_is_no_traceback(folder, prompt_file, command):
+    argv = [
+        sys.executable,
+        "generate.py",
+        "--ckpt",
+        str(folder),
+        "--prompt",
+        prompt_file,
+        "--quiet",
+        "--json",
+        *SMALL,
+    ]
+    done = subprocess.run(
+        f"{shlex.join(argv)} {command}", shell=True, capture_output=True, cwd=Path(__file__).parent
+    )
+    assert b"Traceback" not in done.stderr and done.stderr.count(b"\n") <= 1
 
 
 def test_no_chat_template(capsys, folder, prompt_file, tmp_path):
-    import shutil
-
     bare = tmp_path / "bare"
     shutil.copytree(folder, bare)
     (bare / "tokenizer_config.json").unlink()

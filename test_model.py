@@ -57,8 +57,14 @@ def test_logits_equal_transformers(tmp_path, made):
 @pytest.mark.parametrize("first", [0, 31000, 32760, 90000])
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"attention_factor": 1.3}, {"beta_fast": 16.0, "beta_slow": 2.0}],
-    ids=["plain", "factor", "betas"],
+    [
+        {},
+        {"attention_factor": 1.3},
+        {"beta_fast": 16.0, "beta_slow": 2.0},
+        {"truncate": False},
+        {"mscale": 1.2, "mscale_all_dim": 0.7},
+    ],
+    ids=["plain", "factor", "betas", "untruncated", "mscales"],
 )
 def test_yarn_equals_transformers_below_and_above_the_original_length(tmp_path, first, extra):
     hf = make_checkpoint(
@@ -134,6 +140,16 @@ BASE |= dict(rms_norm_eps=1e-6, max_position_embeddings=4096, rope_theta=1e6)
         (dict(num_key_value_heads=3), "num_key_value_heads = 3"),
         (dict(hidden_size=None), "no hidden_size"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (dict(vocab_size="97"), 'vocab_size = "97"'),
+        (dict(num_hidden_layers=-1), "num_hidden_layers = -1"),
+        (dict(num_attention_heads=2.5), "num_attention_heads = 2.5"),
+        (dict(max_position_embeddings=float("nan")), "max_position_embeddings = NaN"),
+        (dict(rms_norm_eps=-1), "rms_norm_eps = -1"),
+        (dict(rope_theta="x"), 'rope_theta = "x"'),
+        (dict(rope_scaling="yarn"), 'rope_scaling = "yarn"'),
+        (dict(rope_scaling=YARN | {"factor": "4"}), 'factor = "4"'),
+        (dict(rope_scaling=YARN | {"factor": 0.0}), "factor = 0.0"),
+        (dict(num_key_value_heads=0), "num_key_value_heads = 0"),
         (dict(model_type="qwen3_moe"), "no num_experts"),
     ],
 )
@@ -173,6 +189,25 @@ def test_tied_head_and_its_redundant_copy(tmp_path):
     assert torch.equal(dense_logits(load_folder(tmp_path), tokens), want)
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file)
     with pytest.raises(ValueError, match="lm_head.weight differs from the embedding"):
+        load_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": ""}}']
+)
+def test_broken_index(tmp_path, index):
+    make_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match="model.safetensors.index.json"):
+        load_folder(tmp_path)
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    make_checkpoint(tmp_path, max_shard_size="20KB")
+    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    other = next(file for file in weight_map.values() if file != weight_map["model.norm.weight"])
+    save_file(load_file(tmp_path / other) | {"model.norm.weight": torch.zeros(40)}, tmp_path / other)
+    with pytest.raises(ValueError, match="has model.norm.weight twice"):
         load_folder(tmp_path)
 
 

@@ -13,15 +13,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-
-def read_json(path: Path, default=None) -> dict:
-    """The parsed file; `default` where it is absent and one is given."""
-    if default is not None and not path.exists():
-        return default
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ValueError(f"cannot read {path} ({e}); fetch the checkpoint again") from None
+from model import read_json
 
 
 class Text:
@@ -35,27 +27,44 @@ class Text:
                 f"cannot read {folder / 'tokenizer.json'} ({e}); fetch the checkpoint's tokenizer.json"
             ) from None
         self.settings = read_json(folder / "tokenizer_config.json", {})
-        template = folder / "chat_template.jinja"
-        self.template = (
-            template.read_text(encoding="utf-8") if template.exists() else self.settings.get("chat_template")
-        )
         configs = [read_json(folder / name, {}) for name in ("config.json", "generation_config.json")]
         self.stop_ids = self._stop_ids(configs)
+        self.template = self._template(folder / "chat_template.jinja")
         self.token_text = lru_cache(maxsize=None)(self._token_text)
+
+    def _template(self, file: Path) -> str | None:
+        """The chat template: a file of its own, or in tokenizer_config.json, there perhaps one of several."""
+        if file.exists():
+            try:
+                return file.read_text(encoding="utf-8")
+            except (OSError, ValueError) as e:
+                raise ValueError(f"cannot read {file} ({e}); fetch it again, or use --raw") from None
+        found = self.settings.get("chat_template")
+        if isinstance(found, list):
+            found = {t["name"]: t["template"] for t in found if isinstance(t, dict) and len(t) == 2}.get(
+                "default"
+            )
+        return found if isinstance(found, str) else None
 
     def _stop_ids(self, configs: list[dict]) -> frozenset[int]:
         """Every end token that config.json, generation_config.json or tokenizer_config.json names."""
         ids = set()
         for config in configs:
             eos = config.get("eos_token_id")
-            ids |= set(eos) if isinstance(eos, list) else {eos}
+            named = eos if isinstance(eos, list) else [eos] * (eos is not None)
+            if not all(type(i) is int for i in named):
+                raise ValueError(
+                    f"eos_token_id = {json.dumps(eos)}; allowed is a token id, or a list of such"
+                )
+            ids |= set(named)
         ids.add(self.tokenizer.token_to_id(self._named("eos_token") or ""))
         return frozenset(ids - {None})
 
     def _named(self, key: str) -> str | None:
         """A special token of tokenizer_config.json, which writes it as a string or as an object."""
         token = self.settings.get(key)
-        return token.get("content") if isinstance(token, dict) else token
+        token = token.get("content") if isinstance(token, dict) else token
+        return token if isinstance(token, str) else None
 
     def _token_text(self, token: int) -> str:
         """Text of a token inside a text: some decoders strip the white space that a text begins with."""
@@ -76,19 +85,17 @@ class Text:
         )
         env.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
         env.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-        tokens = {
-            key: self._named(key)
-            for key in ("bos_token", "eos_token", "pad_token", "unk_token")
-            if self._named(key)
-        }
+        tokens = {key: self._named(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        tokens = {key: token for key, token in tokens.items() if token is not None}
+        messages = [{"role": "user", "content": content}]
         try:
-            messages = [{"role": "user", "content": content}]
             return env.from_string(self.template).render(
                 messages=messages, add_generation_prompt=True, **tokens
             )
-        except TemplateError as e:
+        except Exception as e:  # a template is a program, and fails like one
+            reason = " ".join(str(e).split())
             raise ValueError(
-                f"the checkpoint's chat template fails ({e}); use --raw to feed the text as it is"
+                f"the checkpoint's chat template fails ({reason}); use --raw to do without"
             ) from None
 
 
