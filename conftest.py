@@ -31,6 +31,19 @@ MOE = dict(
     mlp_only_layers=[1],
 )
 
+# A config.json for tests that load no weights.
+BASE = dict(
+    model_type="qwen3",
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=56,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=4096,
+    rope_theta=1e6,
+)
+
 
 def make_checkpoint(
     folder,

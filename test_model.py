@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import dense_logits, edit_config, load_folder, make_checkpoint, transformers_model
+from conftest import BASE, dense_logits, edit_config, load_folder, make_checkpoint, transformers_model
 from model import KVCache, Model, ModelConfig, attend, inverse_frequencies, load, with_yarn
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -115,17 +115,6 @@ def test_rope_theta_in_either_place_gives_the_same_logits(tmp_path):
 def test_both_spellings_of_dtype():
     for key in ("dtype", "torch_dtype"):
         assert ModelConfig.from_dict(BASE | {key: "bfloat16"}).dtype == "bfloat16"
-
-
-BASE = dict(
-    model_type="qwen3",
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=56,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-)
-BASE |= dict(rms_norm_eps=1e-6, max_position_embeddings=4096, rope_theta=1e6)
 
 
 @pytest.mark.parametrize(

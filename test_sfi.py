@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import SHARED, dense_logits
+from conftest import BASE, dense_logits
 from model import KVCache, ModelConfig
 from selector import select
 from sfi import (
@@ -24,7 +24,6 @@ from sfi import (
     rebuild,
     sample,
 )
-from text import Text
 
 SMALL = SFIConfig(n_sink=2, n_select=10, n_recent=8, align=4, min_gap=3, max_interval=7, n_evidence=5)
 WORDS = [
@@ -122,17 +121,7 @@ def test_capacity_and_bytes(tiny):
 
 
 def test_positions_that_do_not_fit():
-    config = ModelConfig.from_dict(
-        dict(
-            model_type="qwen3",
-            vocab_size=9,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-        )
-        | dict(rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=64)
-    )
+    config = ModelConfig.from_dict(BASE | {"max_position_embeddings": 64})
     check_lengths(config, [60, 3], 4)
     with pytest.raises(
         ValueError, match="prompt of 61 tokens [+] 4 new ones = 65; the model has 64 positions"
@@ -142,77 +131,6 @@ def test_positions_that_do_not_fit():
         check_lengths(config, [5, 0], 4)
     with pytest.raises(ValueError, match="max_new_tokens = -1"):
         check_lengths(config, [5], -1)
-
-
-# SmolLM2 has no token for these characters: 他 comes in bytes, the first of which fires, and the bytes of ？
-# are no ender.
-IN_BYTES = {"他走了。他回来": ["\N{REPLACEMENT CHARACTER}"], "他走了？他回来": []}
-FIRINGS = [  # text, and the pieces that must fire, each the first token of a new sentence
-    ("It was 98.6 degrees", []),
-    ("at 192.168.1.1 today", []),
-    ("fruit, e.g. the apple", []),
-    ("and so on, i.e. no more", []),
-    ("It ended.\n\nThe day", ["The"]),
-    ("It ended. The day", [" The"]),
-    ("Well... Then it rained", [" Then"]),
-    ("What?! No", [" No"]),
-    ('She said "go." She left', [" She"]),
-    ("He left! (Quietly.) Then", [" (", " Then"]),
-    ("他走了。他回来", ["他"]),
-    ("他走了？他回来", ["他"]),
-    ("“Stop.” He turned", [" He"]),
-    ("see www.example.com now", []),
-    ("Version 3.14 is out", []),
-    ("It ended.  The day", [" The"]),
-    ("Is it 5? 6 is more", ["6"]),
-]
-
-
-def fired(pieces):
-    armed, out = "no", []
-    for piece in pieces:
-        armed, fires = advance(armed, piece)
-        out += [piece] * fires
-    return out
-
-
-@pytest.mark.parametrize("name", ["qwen3", "smollm2"])
-@pytest.mark.parametrize("sentence, want", FIRINGS, ids=[sentence for sentence, _ in FIRINGS])
-def test_trigger_on_real_tokens(name, sentence, want, request):
-    if name == "qwen3":
-        folder = SHARED / "data" / "qwen3_tokenizer"
-        if not folder.exists():
-            pytest.skip("the published Qwen3 tokenizer is not beside the project")
-        text = Text(folder)
-    else:
-        text, want = request.getfixturevalue("smollm2")[1], IN_BYTES.get(sentence, want)
-    pieces = [text.token_text(i) for i in text.encode(sentence)]
-    assert fired(pieces) == want, pieces
-
-
-@pytest.mark.parametrize(
-    "pieces, want",
-    [
-        ([".", " The"], [" The"]),
-        ([".", "The"], []),  # no white space between
-        ([". ", "The"], ["The"]),
-        ([".", " ", "The"], ["The"]),
-        ([".", '"', " The"], [" The"]),
-        ([".", ' "', "Hello"], ["Hello"]),
-        ([".", " the", " The"], []),  # the lower-case start used the ender up
-        (["e", ".g", ".", " the"], []),
-        (["3", ".", "14"], []),
-        (["。", "他"], ["他"]),
-        (["。”", "他"], ["他"]),
-        (["?!", " No"], [" No"]),
-        (["…", " Then"], [" Then"]),
-        ([".", "", " The"], [" The"]),  # a token without text, such as half a character
-        ([". The", " end"], []),
-        ([".", " 7"], [" 7"]),
-    ],
-)
-def test_trigger_rules(pieces, want):
-    assert fired(pieces) == want
 
 
 def test_append_writes_what_is_named_and_nothing_else():
