@@ -29,9 +29,12 @@ MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this processor multiplies bfloat16 itself; elsewhere PyTorch's products in it are slow."""
+    """Whether the processor multiplies bfloat16 itself; elsewhere products in it are slow.
+
+    A torch without `get_capabilities` cannot tell, which counts as no.
+    """
     has = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
+    return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 CPU_HAS_BF16 = cpu_has_bf16()
@@ -175,6 +178,8 @@ def rope_config(c: dict) -> RopeConfig:
             "config.json has no rope_theta, at the top or under rope_parameters; add the model's own"
         )
     theta, kind = positive({**c, **r}, "rope_theta"), r.get("rope_type") or r.get("type") or "default"
+    if theta <= 1:
+        raise ValueError(f"config.json has rope_theta = {theta}; allowed is a number above 1")
     if kind not in ("default", "yarn"):
         raise ValueError(f"config.json has rope type {kind!r}; this loader supports 'default' and 'yarn'")
     if c.get("partial_rotary_factor", r.get("partial_rotary_factor", 1.0)) != 1.0:

@@ -135,6 +135,7 @@ def test_both_spellings_of_dtype():
         (dict(max_position_embeddings=float("nan")), "max_position_embeddings = NaN"),
         (dict(rms_norm_eps=-1), "rms_norm_eps = -1"),
         (dict(rope_theta="x"), 'rope_theta = "x"'),
+        (dict(rope_theta=1.0, rope_scaling=YARN), "rope_theta = 1.0"),
         (dict(rope_scaling="yarn"), 'rope_scaling = "yarn"'),
         (dict(rope_scaling=YARN | {"factor": "4"}), 'factor = "4"'),
         (dict(rope_scaling=YARN | {"factor": 0.0}), "factor = 0.0"),
