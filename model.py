@@ -217,18 +217,29 @@ def yarn_scale(factor, mscale=None, mscale_all_dim=None) -> float:
 
 
 def with_yarn(config: ModelConfig, factor: float) -> ModelConfig:
-    """The same model with its trained positions stretched by `factor`.
-
-    Qwen3's 40960 positions are 32768 to read plus 8192 to answer; its model cards stretch the 32768.
-    """
+    """The same model with its trained positions stretched by `factor`."""
     if not 1.0 < factor < math.inf:
         raise ValueError(
             f"yarn = {factor}; allowed is a factor above 1, such as 4 for Qwen3 at 131072 positions"
         )
-    reserved = config.qk_norm and config.max_position_embeddings == 40960
-    original = config.rope.original or (32768 if reserved else config.max_position_embeddings)
-    rope = RopeConfig(config.rope.theta, "yarn", factor, original, yarn_scale(factor))
+    rope = RopeConfig(config.rope.theta, "yarn", factor, trained_positions(config), yarn_scale(factor))
     return replace(config, rope=rope)
+
+
+def trained_positions(config: ModelConfig) -> int:
+    """What YaRN stretches.  Qwen3's 40960 positions are 32768 to read plus 8192 to answer; its model cards
+    stretch the 32768.
+    """
+    reserved = config.qk_norm and config.max_position_embeddings == 40960
+    return round(config.rope.original) or (32768 if reserved else config.max_position_embeddings)
+
+
+def yarn_for(config: ModelConfig, positions: int) -> int | None:
+    """The smallest whole factor that makes room for `positions`; None beyond 4, the most that Qwen3's model
+    cards vouch for, and for models that YaRN was not made for.
+    """
+    factor = max(-(-positions // trained_positions(config)), 2)
+    return factor if config.qk_norm and factor <= 4 else None
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

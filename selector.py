@@ -28,9 +28,9 @@ STEPS = ("power_mean", "prior", "nms", "exclusive")  # of `paper`; each can be s
 def select(scores, key_norm, n, cfg):
     """Choose n of the M candidates for every KV head of one layer and row.
 
-    scores (K, R, M) fp32, the scaled q.k of R evidence rows over the candidates; key_norm (K, M) fp32; n < M
-    or n = M. cfg has n_sink, selector, paper_steps and fusion (`sfi.SFIConfig`).  Returns positions (K, n)
-    int64, ascending, unique.
+    scores (K, R, M) fp32, finite, the scaled q.k of R evidence rows over the candidates; key_norm (K, M)
+    fp32; n < M or n = M. cfg has n_sink, selector, paper_steps and fusion (`sfi.SFIConfig`).  Returns
+    positions (K, n) int64, ascending, unique.
     """
     if n > scores.shape[-1]:
         raise ValueError(f"cannot select n = {n} of {scores.shape[-1]} candidates; ask for at most that many")
@@ -40,8 +40,6 @@ def select(scores, key_norm, n, cfg):
         if cfg.selector == "span"
         else paper(log_p, key_norm, cfg.paper_steps, cfg.fusion)
     )
-    if log_s.isnan().any():
-        raise ValueError("the attention scores are not finite; try dtype float32, or check the checkpoint")
     return top_n(log_s, n) + cfg.n_sink
 
 

@@ -9,24 +9,25 @@ cache stays, so a later slow step can bring any token back.
 Dense decoding, prompt chunks and slow steps are one operation, a dense pass; a fast step is the same forward
 pass reading other slots.  The leaf operations (`append`, `attend`, `select`, `rebuild`) come as one `Ops` and
 may be replaced by faster twins. Letters: see `model.py`.  Positions are absolute.  Read before: `model.py`,
-`selector.py`; after: `generate.py`.
+`selector.py`, `sampling.py`; after: `generate.py`.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from model import KVCache, Model, ModelConfig, attend
+from model import KVCache, Model, ModelConfig, attend, yarn_for
+from sampling import GREEDY, sample
 from selector import FUSIONS, STEPS, select
 
 POLICIES = ("sentence", "fixed", "never", "window", "dense")
 SELECTORS = ("span", "paper")
 SLOW_REASONS = ("dense", "short", "first", "sentence", "interval")
+NOT_FINITE = "try dtype float32 where it is another, or fetch the checkpoint again"
 
 
 def option(default, help, choices=None):
@@ -114,18 +115,13 @@ def check_lengths(model: ModelConfig, prompt_tokens: list[int], max_new_tokens: 
         raise ValueError(f"max_new_tokens = {max_new_tokens}; allowed is 0 or more")
     longest = max(prompt_tokens)
     if longest + max_new_tokens > model.max_positions:
+        factor = yarn_for(model, longest + max_new_tokens)
         raise ValueError(
             f"prompt of {longest} tokens + {max_new_tokens} new ones = {longest + max_new_tokens}; the model "
             f"has {model.max_positions} positions: shorten the prompt or lower max_new_tokens"
+            + f", or stretch the positions with --yarn {factor}"
+            * bool(factor)
         )
-
-
-def check_sampling(temperature: float, seed: int):
-    """ValueError for a temperature or seed that makes no sense."""
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature = {temperature}; allowed is 0 (the likeliest token) or more")
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed = {seed}; allowed is a whole number from 0 to 2^64 - 1")
 
 
 CLOSERS = r"""["'”’»›\)\]\}）］｝】〕」』》〉]"""
@@ -230,12 +226,26 @@ class Engine:
 
     max_length counts prompt and new tokens of the longest row.  token_text(id) gives a token's decoded text
     for the sentence trigger.  The engine owns the KV cache; two engines may share a model.
+
+    observe(row, layer, length, slots, scores), if given, sees every refresh, taken at `length` cached tokens:
+    the selected positions (K, N) and the scores of all positions as `attend` gives them (None where the
+    refresh came without a dense pass).
     """
 
     def __init__(
-        self, model: Model, cfg: SFIConfig, token_text, *, batch=1, max_length, new_tokens, ops=REFERENCE
+        self,
+        model: Model,
+        cfg: SFIConfig,
+        token_text,
+        *,
+        batch=1,
+        max_length,
+        new_tokens,
+        ops=REFERENCE,
+        observe=None,
     ):
         self.model, self.cfg, self.ops, self.token_text = model, cfg, ops, token_text
+        self.observe = observe
         self.max_length, self.new_tokens = max_length, new_tokens
         self.cap = cfg.capacity(max_length, new_tokens)
         self.cache = KVCache(model.config, batch, self.cap + max_length, model.dtype, model.device)
@@ -326,40 +336,82 @@ class Engine:
         start, length, memory = torch.tensor(
             [(p.start, p.visible, p.memory) for p in parts], device=device
         ).unbind(1)
-        n_scores = min(self.cfg.n_evidence, T) if self.cfg.budget and any(p.refresh for p in parts) else 0
+        wanted = any(p.refresh for p in parts) and (self.cfg.budget or self.observe)
+        n_scores = min(self.cfg.n_evidence, T) if wanted else 0
 
         def attention(layer, q, k, v):
             K, V = self.cache.k[layer, cached], self.cache.v[layer, cached]  # (B', K, cap + S_max, D)
-            norm = self.key_norm[layer, cached]  # (B', K, S_max)
-            self.ops.append(k, v, K, V, norm, position, memory)
+            self.ops.append(k, v, K, V, self.key_norm[layer, cached], position, memory)
             out, scores = self.ops.attend(q, K, V, start, length, n_scores)
             for i, part in enumerate(parts):
                 if part.refresh:
-                    self._refresh(K[i], V[i], norm[i], part.visible, scores and scores[i])
+                    self._refresh(first + i, layer, part.visible, scores and scores[i])
             return out
 
         positions = position.clamp_min(0)[:, None] + torch.arange(T, device=device)  # (B', T)
-        logits = self.model(tokens.to(device), positions, attention)[:, -1]  # (B', V)
+        forward = lambda: self.model(tokens.to(device), positions, attention)[:, -1]
+        logits = forward()  # (B', V)
+        if not logits.isfinite().all():
+            raise ValueError(self._not_finite(forward))
         return logits, [self._finish(row, part) for row, part in zip(rows, parts, strict=True)]
 
-    def _refresh(self, K, V, norm, length, scores):
-        """Choose and copy a memory of one layer and row at `length` tokens; scores (K, R, length)."""
+    def _not_finite(self, forward) -> str:
+        """What to say of logits with a NaN or an infinity: the first layer that gives one, found by running
+        the same pass again.
+        """
+        found = []
+
+        def look(block, inputs, out):
+            if not out.isfinite().all():
+                found.append(f"layer {block.self_attn.layer}")
+
+        hooks = [block.register_forward_hook(look) for block in self.model.model["layers"]]
+        forward()
+        for hook in hooks:
+            hook.remove()
+        where = (found or ["the output head"])[0]
+        return f"{where} in {self._dtype}: its output is not finite; {NOT_FINITE}"
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def _refresh(self, b, layer, length, scores):
+        """Choose and copy the memory of one row and layer at `length` tokens; scores (K, R, length)."""
         cfg = self.cfg
+        K, V, norm = self.cache.k[layer, b], self.cache.v[layer, b], self.key_norm[layer, b]
         low, high = cfg.n_sink, cfg.recent_start(length)
+        slots = torch.empty((K.shape[0], 0), dtype=torch.int64, device=K.device)
         if cfg.budget:
-            slots = self.ops.select(scores[..., low:high], norm[:, low:high], cfg.budget, cfg)  # (K, N)
-        else:
-            slots = torch.empty((K.shape[0], 0), dtype=torch.int64, device=K.device)
+            evidence = scores[..., low:high]
+            if not evidence.sum().isfinite():
+                what = "its attention scores are not finite"
+                raise ValueError(f"layer {layer} in {self._dtype}: {what}; {NOT_FINITE}")
+            slots = self.ops.select(evidence, norm[:, low:high], cfg.budget, cfg)  # (K, N)
         self.ops.rebuild(K, V, slots, self.cap, low, high, length)
+        if self.observe:
+            self.observe(b, layer, length, slots, scores)
 
     def _reanchor(self, b: int) -> int:
         """Policy window: rebuild sinks and window without a dense pass.  Returns tokens copied."""
         row = self.rows[b]
         for layer in range(self.model.config.num_hidden_layers):
-            K, V, norm = self.cache.k[layer, b], self.cache.v[layer, b], self.key_norm[layer, b]
-            self._refresh(K, V, norm, row.length, None)
+            self._refresh(b, layer, row.length, None)
         row.memory, row.since = self._memory_size(row.length), 0
         return row.memory
+
+    def dense_step(self, lengths: list[int]):
+        """A dense step that reads the first lengths[b] tokens of row b and changes no row: to time it."""
+        for b in range(len(self.rows)):
+            self._check_room(b, 1)
+        parts = [
+            Part("dense", self.cap, n, row.length + 1) for n, row in zip(lengths, self.rows, strict=True)
+        ]
+        rows, self.rows = self.rows, [replace(row) for row in self.rows]
+        try:
+            self._run(0, torch.zeros((len(rows), 1), dtype=torch.int64), parts)
+        finally:
+            self.rows = rows
 
     def _memory_size(self, length: int) -> int:
         return self.cfg.n_sink + self.cfg.budget + length - self.cfg.recent_start(length)
@@ -379,28 +431,6 @@ class Engine:
         return part
 
 
-def noise(seed: int, row: int, position: int, size: int) -> torch.Tensor:
-    """Gumbel noise (size,) fp32 for the token at one position of one row.
-
-    A counter-based generator (Philox) is asked at (seed; row, position), so no draw depends on another,
-    on the batch, or on the device.
-    """
-    bits = np.random.Philox(key=seed, counter=[0, 0, row, position])
-    waits = np.random.Generator(bits).standard_exponential(size)  # in fp64: an fp32 draw is 0 once in 2^23
-    return -torch.from_numpy(waits).log().float()
-
-
-def sample(logits, positions: list[int], temperature: float, seed: int) -> list[int]:
-    """One token a row from logits (B, V): the argmax of logits + temperature * noise; greedy at 0."""
-    check_sampling(temperature, seed)
-    if not torch.isfinite(logits.amax(-1)).all():
-        raise ValueError("the model's logits are not finite; try dtype float32, or check the checkpoint")
-    if temperature > 0:
-        drawn = [noise(seed, row, p, logits.shape[-1]) for row, p in enumerate(positions)]
-        logits = logits + temperature * torch.stack(drawn).to(logits.device)
-    return logits.argmax(-1).tolist()
-
-
 class Step(NamedTuple):
     """What one step of the decode loop gave: a token a row (None: it had ended) and what made it."""
 
@@ -414,8 +444,7 @@ def decode(
     *,
     max_new_tokens: int,
     stop_ids=(),
-    temperature=0.0,
-    seed=0,
+    sampling=GREEDY,
     progress=lambda n: None,
 ) -> Iterator[Step]:
     """Prefill every prompt (token ids), then generate until stop_ids or max_new_tokens end each row.
@@ -431,7 +460,7 @@ def decode(
     logits, parts = torch.cat([logits for logits, _ in filled]), [part for _, part in filled]
     live = [True] * len(prompts)
     for made in range(max_new_tokens):
-        picked = sample(logits, [row.length for row in engine.rows], temperature, seed)
+        picked = sample(logits, [row.length for row in engine.rows], sampling)
         tokens = [token if alive else None for token, alive in zip(picked, live, strict=True)]
         yield Step(tokens, parts)
         live = [token is not None and token not in stop_ids for token in tokens]

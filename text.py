@@ -4,16 +4,23 @@ Read next: `generate.py`.
 """
 
 import json
+import re
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 
+from jinja2 import meta
 from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from model import read_json
+
+# Stands inside a text where two neighbours must not become one token.  Unicode keeps this code point for such
+# use inside programs; in a text from outside it means nothing and is dropped.
+BREAK = "\ufdd0"
 
 
 class Text:
@@ -27,8 +34,9 @@ class Text:
                 f"cannot read {folder / 'tokenizer.json'} ({e}); fetch the checkpoint's tokenizer.json"
             ) from None
         self.settings = read_json(folder / "tokenizer_config.json", {})
-        configs = [read_json(folder / name, {}) for name in ("config.json", "generation_config.json")]
-        self.stop_ids = self._stop_ids(configs)
+        self.generation_config = read_json(folder / "generation_config.json", {})
+        self.stop_ids = self._stop_ids([read_json(folder / "config.json", {}), self.generation_config])
+        self.control = self._control()
         self.template = self._template(folder / "chat_template.jinja")
         self.token_text = lru_cache(maxsize=None)(self._token_text)
 
@@ -72,31 +80,82 @@ class Text:
         decode = lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False)
         return decode([*before, token])[len(decode(before)) :]
 
-    def encode(self, text: str, special=False) -> list[int]:
-        """Token ids; `special` adds what the tokenizer puts around a text that has no chat template."""
-        return self.tokenizer.encode(text, add_special_tokens=special).ids
+    def _control(self) -> re.Pattern:
+        """Where control tokens stand in a text: those the tokenizer calls special, and any other added token
+        in angle brackets, such as <think>.
+        """
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        names = [a.content for a in added if a.special or re.fullmatch("<.+>", a.content)]
+        return re.compile("|".join(f"(?={re.escape(name)})" for name in names) or "(?!)")
 
-    def chat(self, content: str) -> str:
-        """One user message as the checkpoint's chat template writes it, ready for the answer."""
+    def quote(self, text: str) -> str:
+        """`text` with every control token in it broken after its first character: `encode` then reads it as
+        the letters it is written with.
+        """
+        text = text.replace(BREAK, "")
+        starts = [m.start() + 1 for m in self.control.finditer(text)]
+        return BREAK.join(text[i:j] for i, j in zip([0, *starts], [*starts, None], strict=True))
+
+    def encode(self, text: str, special=False) -> list[int]:
+        """Token ids of a text, control tokens in it included, unless quoted; `special` adds what the
+        tokenizer puts around a text that has no chat template.
+        """
+        if special:
+            return self.tokenizer.encode(text.replace(BREAK, "")).ids
+        pieces = [self.tokenizer.encode(piece, add_special_tokens=False).ids for piece in text.split(BREAK)]
+        return [i for ids in pieces for i in ids]
+
+    def chat(self, content: str, system: str | None = None, thinking=True) -> str:
+        """One user message as the checkpoint's chat template writes it, ready to be encoded and answered.
+
+        What comes from the user is quoted.  thinking = False asks the template for an answer without
+        reasoning.  ValueError where the template cannot do what is asked.
+        """
         if not self.template:
             raise ValueError("the checkpoint has no chat template; use --raw to feed the text as it is")
-        env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        env.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False, **kw)
-        env.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
-        tokens = {key: self._named(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        tokens = {key: token for key, token in tokens.items() if token is not None}
-        messages = [{"role": "user", "content": content}]
+        facts = {key: self._named(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        facts = {key: token for key, token in facts.items() if token is not None}
+        if not thinking:
+            facts["enable_thinking"] = False
+        messages = [{"role": "user", "content": self.quote(content)}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": self.quote(system)})
         try:
-            return env.from_string(self.template).render(
-                messages=messages, add_generation_prompt=True, **tokens
+            env = template_environment()
+            known = meta.find_undeclared_variables(env.parse(self.template))
+            made = env.from_string(self.template).render(
+                messages=messages, add_generation_prompt=True, **facts
             )
         except Exception as e:  # a template is a program, and fails like one
             reason = " ".join(str(e).split())
             raise ValueError(
                 f"the checkpoint's chat template fails ({reason}); use --raw to do without"
             ) from None
+        if not thinking and "enable_thinking" not in known:
+            raise ValueError("the checkpoint's chat template has no thinking to turn off; drop --no-thinking")
+        if system is not None and self.quote(system).strip() not in made:
+            raise ValueError("the checkpoint's chat template has no place for a system text; drop --system")
+        return made
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as published chat templates expect it."""
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    env.filters["tojson"] = lambda x, **kw: json.dumps(x, **{"ensure_ascii": False} | kw)
+    env.globals |= {"raise_exception": _raise, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return env
+
+
+class Generation(Extension):
+    """{% generation %} .. {% endgeneration %}, which marks the answers for training: just its content."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _raise(message):

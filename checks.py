@@ -1,0 +1,102 @@
+"""What is checked before any weights load: the user's files, the machine, the memory.
+
+Each function raises ValueError with one line: what was got, what is allowed, what to do.  Used by
+`generate.py`.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+import story
+from model import CPU_HAS_BF16, DTYPES, Model, ModelConfig
+
+
+def read_prompt(name: str) -> str:
+    """The text of a file, or of standard input: UTF-8, with or without BOM, line ends as \\n."""
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except OSError as e:
+        raise ValueError(
+            f"--prompt {name}: {e.strerror.lower()}; give a readable text file, or - for standard input"
+        ) from None
+    except UnicodeDecodeError as e:
+        raise ValueError(
+            f"--prompt {name}: byte {e.start} is not UTF-8; allowed is UTF-8 text: convert the file"
+        ) from None
+    if not text.strip():
+        raise ValueError(f"--prompt {name}: the text is empty; give a file with at least one word")
+    return text
+
+
+def read_prompts(args) -> list[str]:
+    """The texts with their question, checked, and with the flags that go with them."""
+    if args.prompt and args.prompt.count("-") > 1:
+        raise ValueError("--prompt has - more than once; standard input can be read once")
+    for flag, text in (("--question", args.question), ("--system", args.system)):
+        if text and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError(f"{flag} is not UTF-8; allowed is UTF-8 text")
+        if text is not None and not text.strip():
+            raise ValueError(f"{flag} is empty; give a text, or leave the flag out")
+    if args.raw and (args.system is not None or args.no_thinking):
+        name = "--no-thinking" if args.no_thinking else "--system"
+        raise ValueError(f"{name} with --raw; it belongs to the chat template, which --raw leaves out")
+    texts = [read_prompt(name) for name in args.prompt] if args.prompt else [story.story()]
+    question = args.question if args.question is not None or args.prompt else story.QUESTION
+    return [f"{text.strip()}\n\n{question}" if question else text for text in texts]
+
+
+def check_output(flag: str, path: Path | None, endings: tuple, prompts: list[str]):
+    """ValueError unless the file may be written; nothing is touched."""
+    if path is None:
+        return
+    if path.suffix.lower() not in endings:
+        raise ValueError(f"{flag} {path}; allowed is a file name that ends in {' or '.join(endings)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no folder {path.parent}; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{flag} {path} cannot be written; give another file name")
+    if path.exists() and any(os.path.exists(p) and path.samefile(p) for p in prompts):
+        raise ValueError(f"{flag} {path} is a --prompt too; give another file name")
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "--device cuda: PyTorch sees no CUDA device here; use --device cpu, or another torch"
+        )
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    return torch.bfloat16 if device.type == "cuda" or CPU_HAS_BF16 else torch.float32
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, batch: int) -> tuple[int, int]:
+    """Bytes of all weights, and of those that a step of `batch` tokens reads, at most: of a mixture of
+    experts those in use, of an embedding that is not the head too a few rows.
+    """
+    with torch.device("meta"):
+        sizes = {name: p.numel() * dtype.itemsize for name, p in Model(config).named_parameters()}
+    idle = 0 if config.tie_word_embeddings else sizes["model.embed_tokens.weight"]
+    if config.num_experts:
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        idle += int(experts * (1 - min(batch * config.num_experts_per_tok / config.num_experts, 1)))
+    return sum(sizes.values()), sum(sizes.values()) - idle
+
+
+def check_memory(weights: int, cache: int, device: torch.device):
+    """ValueError if so many bytes of weights and cache do not fit."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if weights + cache > free:
+        parts = f"{weights / 1e9:.1f} weights + {cache / 1e9:.1f} cache"
+        raise ValueError(
+            f"needs {(weights + cache) / 1e9:.1f} GB ({parts}), this machine has {free / 1e9:.1f} GB free; "
+            "choose a smaller model, a shorter prompt or a narrower --dtype"
+        )

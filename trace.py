@@ -1,0 +1,182 @@
+"""Seeing the method at work: a record of every step, and a picture of what the memory held.
+
+A `Trace` watches an engine's refreshes (`Engine.observe`) and turns each `Step` of the decode loop into plain
+dicts, one for each row, which `generate.py --trace` writes as JSON lines.  `plot` draws what it saw.  Read
+before: `sfi.py`.
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from model import ModelConfig
+from sfi import SFIConfig, Step
+
+BINS = 400  # the picture's rows: positions are averaged into at most so many
+
+
+@dataclass
+class Watched:
+    """What is known of one row's memory: the layers' selections in force, and what the last refresh gave."""
+
+    slots: dict = field(default_factory=dict)  # layer -> positions (K, N), and where its recent window starts
+    found: dict = field(default_factory=dict)  # name -> one number a layer, since the last step
+    held: torch.Tensor | None = None  # (positions,) the share of layers and heads that hold each
+    columns: list = field(default_factory=list)  # a step each: the picture, (bins,)
+    slow: list = field(default_factory=list)  # (column, mass_before, mass) of every refresh
+
+
+class Trace:
+    """Records what each row's memory holds and covers.  max_length: the engine's, the picture's height."""
+
+    def __init__(self, model: ModelConfig, cfg: SFIConfig, token_text, batch: int, max_length: int):
+        self.model, self.cfg, self.token_text = model, cfg, token_text
+        self.max_length, self.steps = max_length, 0
+        self.width = -(-max_length // BINS)  # positions a bin
+        self.rows = [Watched() for _ in range(batch)]
+        self.fed = [None] * batch
+
+    def refreshed(self, b: int, layer: int, length: int, slots, scores):
+        """The engine's `observe`: compare the new memory of one row and layer with the one it replaces.
+
+        overlap: the share of the newly selected positions that the old memory held.  mass: the share of the
+        true softmax attention of the evidence queries that falls on the new memory; mass_before: on the old
+        one, which is what a fast step would have seen.  Means over the KV heads and their queries.
+        """
+        row, found = self.rows[b], {}
+        high = self.cfg.recent_start(length)
+        new, old = self._mask(slots, high, length), row.slots.get(layer)
+        if old is not None:
+            before = self._mask(*old, length)
+            if slots.shape[1]:
+                found["overlap"] = before.gather(1, slots).float().mean()
+        if scores is not None:
+            p = attention(scores, scores.shape[1] // (self.model.num_attention_heads // len(scores)))
+            found["mass"] = (p * new).sum(-1).mean()
+            if old is not None:
+                found["mass_before"] = (p * before).sum(-1).mean()
+        row.slots[layer] = slots, high
+        for name, value in found.items():
+            row.found.setdefault(name, []).append(value.item())
+        share = new.float().mean(0).cpu() / self.model.num_hidden_layers  # (length,)
+        row.held = share if layer == 0 else row.held + share
+
+    def _mask(self, slots, high: int, length: int):
+        """Which of the first `length` positions a memory shows, (K, length) bool, per KV head."""
+        shown = torch.zeros((len(slots), length), dtype=torch.bool, device=slots.device)
+        shown[:, : self.cfg.n_sink] = True
+        shown[:, high:] = True
+        return shown.scatter_(1, slots, True)
+
+    def step(self, step: Step, seconds: float) -> list[dict]:
+        """The records of one Step of the decode loop, a row each that has not ended."""
+        records = []
+        for b, (token, part) in enumerate(zip(step.tokens, step.parts, strict=True)):
+            if part.reason == "ended":
+                continue
+            row = self.rows[b]
+            kind = part.reason if part.reason in ("prefill", "fast") else "slow"
+            mean = {name: round(sum(x) / len(x), 4) for name, x in row.found.items()}
+            records.append(
+                {
+                    "step": self.steps,  # 0 is the prefill
+                    "row": b,
+                    "kind": kind,
+                    "reason": part.reason,
+                    "fed": self.fed[b],  # text of the token that the step read (null: the prompt)
+                    "made": self.token_text(token),
+                    "read": part.visible,  # tokens attended to
+                    "length": part.length,  # tokens that dense decoding would have attended to
+                    "copied": part.copied,  # tokens copied into a new memory
+                    "overlap": mean.get("overlap"),
+                    "mass_before": mean.get("mass_before"),
+                    "mass": mean.get("mass"),
+                    "ms": round(1e3 * seconds, 3),  # the whole step, all rows
+                }
+            )
+            self.fed[b] = records[-1]["made"]
+            if part.refresh:
+                row.slow.append((len(row.columns), mean.get("mass_before"), mean.get("mass")))
+            row.columns.append(self._column(row, part))
+            row.found = {}
+        self.steps += 1
+        return records
+
+    def _column(self, row: Watched, part):
+        """What the row's memory shows after the step, (bins,); everything, while there is no memory."""
+        shown = torch.full((self.max_length,), torch.nan)
+        shown[: part.length] = 1.0
+        if row.held is not None:  # what came after the refresh is shown
+            shown[: len(row.held)] = row.held
+        padding = -self.max_length % self.width
+        return F.pad(shown, (0, padding), value=torch.nan).view(-1, self.width).nanmean(1)
+
+
+def attention(scores, n_queries: int):
+    """Mean attention (K, length) over the queries of each KV head, from `attend`'s raw scores
+    (K, G * n_queries, length) of the last n_queries positions; each sees itself and what precedes it.
+    """
+    length = scores.shape[-1]
+    later = torch.ones(n_queries, length, dtype=torch.bool, device=scores.device).triu(length - n_queries + 1)
+    return scores.unflatten(1, (-1, n_queries)).masked_fill(later, -torch.inf).softmax(-1).mean((1, 2))
+
+
+def plot(trace: Trace, names: list[str], path):
+    """Draw, a pair of panels a row: what the memory held at every step, and the attention mass it covered."""
+    from matplotlib.figure import Figure
+
+    n = len(trace.rows)
+    figure = Figure(figsize=(9, 5.6 * n), layout="constrained")
+    axes = figure.subplots(2 * n, 1, squeeze=False, height_ratios=[3, 1] * n)[:, 0]
+    for row, name, top, below in zip(trace.rows, names, axes[::2], axes[1::2], strict=True):
+        _draw_memory(top, row, trace, name)
+        _draw_mass(below, row, top.get_xlim())
+    figure.savefig(path, dpi=150)
+
+
+def _draw_memory(ax, row: Watched, trace: Trace, name: str):
+    image = torch.stack(row.columns, dim=1) if row.columns else torch.full((1, 1), torch.nan)  # (bins, steps)
+    steps, positions = image.shape[1], image.shape[0] * trace.width
+    drawn = ax.imshow(
+        image.sqrt(),  # a position that few heads hold stays visible
+        origin="lower",
+        aspect="auto",
+        extent=(-0.5, steps - 0.5, 0, positions),
+        cmap="Blues",
+        vmin=0,
+        vmax=1,
+        interpolation="nearest",
+    )
+    ax.set_ylim(0, trace.max_length)
+    ax.set_title(f"{name}: what the memory holds, step by step", loc="left")
+    ax.set_ylabel("position in the text")
+    ax.tick_params(labelbottom=False)
+    slow = [x for x, *_ in row.slow]
+    ax.plot(slow, [1.0] * len(slow), "v", color="C1", ms=6, clip_on=False, transform=ax.get_xaxis_transform())
+    ticks = [0, 0.05, 0.25, 0.5, 1]
+    bar = ax.figure.colorbar(drawn, ax=ax, pad=0.01, ticks=[t**0.5 for t in ticks])
+    bar.set_ticklabels([f"{t:.0%}" for t in ticks])
+    bar.set_label("share of layers and heads")
+
+
+def _draw_mass(ax, row: Watched, xlim):
+    """The mass a memory covers when new, and when the next refresh replaces it; unknown in between."""
+    known = [(x, before, mass) for x, before, mass in row.slow if mass is not None]
+    for (x, _, mass), (x2, before, _) in pairwise(known):
+        ax.plot([x, x2], [mass, before], ":", color="0.6", lw=1)
+    ax.plot([x for x, *_ in known], [mass for *_, mass in known], "v", color="C1", label="new memory")
+    old = [(x, before) for x, before, _ in known if before is not None]
+    ax.plot([x for x, _ in old], [y for _, y in old], "o", color="C0", ms=4, label="the one it replaces")
+    ax.set_xlim(xlim)
+    lowest = min((share for _, *shares in known for share in shares if share is not None), default=0.0)
+    ax.set_ylim(1 - 1.4 * max(1 - lowest, 0.01), 1 + 0.15 * max(1 - lowest, 0.01))
+    ax.set_ylabel("attention covered")
+    ax.set_xlabel("step (0: the end of the prompt); orange: here a slow step chose a new memory")
+    ax.yaxis.set_major_formatter(lambda y, _: f"{y:.1%}")
+    ax.grid(axis="y", color="0.9")
+    if known:
+        ax.legend(loc="lower left", fontsize="small", ncols=2)
+    else:
+        ax.text(0.5, 0.5, "not known: no dense pass chose a memory", ha="center", transform=ax.transAxes)
