@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import checkpoints
 from model import KVCache, ModelConfig, attend, load, read_json
@@ -30,6 +32,15 @@ MOE = dict(
     decoder_sparse_step=1,
     mlp_only_layers=[1],
 )
+
+# A chat template in the manner of published ones.
+TEMPLATE = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if not enable_thinking | default(true) %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
 
 # A config.json for tests that load no weights.
 BASE = dict(
@@ -73,6 +84,21 @@ def make_checkpoint(
     return transformers_model(folder, torch.float32)
 
 
+def byte_tokenizer():
+    """A token a byte, and two control tokens."""
+    tokenizer = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")]
+    )
+    return tokenizer
+
+
 def transformers_model(folder, dtype):
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager"
@@ -110,6 +136,26 @@ def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     make_checkpoint(folder, heads=15, kv_heads=3, head_dim=16, num_hidden_layers=2)
     return load_folder(folder)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A tiny Qwen3 folder that looks like a published one."""
+    folder = tmp_path_factory.mktemp("ckpt")
+    make_checkpoint(folder, heads=6, kv_heads=2, vocab_size=258, max_position_embeddings=2000)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    settings = {"chat_template": TEMPLATE, "eos_token": {"content": "<|im_end|>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture
+def damaged(folder, tmp_path):
+    """A copy of the folder to damage, and the arguments to run it with."""
+    copy = tmp_path / "damaged"
+    shutil.copytree(folder, copy)
+    (tmp_path / "hello.txt").write_text("hello")
+    return copy, ["--ckpt", copy, "--prompt", tmp_path / "hello.txt", "--max-new-tokens", 2]
 
 
 @pytest.fixture(scope="session")

@@ -508,55 +508,66 @@ def read_tensors(folder: Path):
             ) from None
 
 
-def load(folder, config: ModelConfig, dtype: torch.dtype | None = None, device="cpu") -> Model:
-    """Read a checkpoint folder into a Model of `dtype` (None: the checkpoint's own) on `device`.
-
-    Strict: every tensor is consumed, every parameter filled, every shape compared; ValueError names the
-    tensor.  Peak memory is about one copy of the weights: where dtype and device are the checkpoint's, the
-    parameters are the mapped file itself.
-    """
-    folder = Path(folder)
-    if dtype is None and config.dtype not in DTYPES:
-        raise ValueError(
-            f"config.json has dtype {config.dtype!r}; allowed are {', '.join(DTYPES)}: choose one with dtype"
-        )
-    dtype = dtype or DTYPES[config.dtype]
-    with torch.device("meta"):
-        model = Model(config)
-    model.inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
-    missing, spare_head = dict(model.named_parameters()), None
+def check_tensors(folder: Path, model: Model):
+    """Compare every tensor of a checkpoint with the model's parameters, by what the file headers say."""
+    missing, kind = dict(model.named_parameters()), model.config.model_type
     known = set(missing)
     for name, tensor in read_tensors(folder):
         if tensor.dtype not in DTYPES.values():
             raise ValueError(
                 f"{name} is {tensor.dtype}; allowed are {', '.join(DTYPES)}: choose an unquantized checkpoint"
             )
-        if name.endswith("rotary_emb.inv_freq"):
-            continue  # old Llama files carry it; it follows from rope_theta
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            spare_head = tensor
+        if is_spare(name, model.config):
             continue
         want = missing.pop(name, None)
         if want is None and name in known:
             raise ValueError(f"the checkpoint has {name} twice, in several files; fetch it again")
         if want is None:
-            raise ValueError(
-                f"the checkpoint has {name}, for which a {config.model_type} of this config has no place"
-            )
+            raise ValueError(f"the checkpoint has {name}, for which a {kind} of this config has no place")
         if want.shape != tensor.shape:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; config.json asks for {tuple(want.shape)}"
             )
-        module, _, leaf = name.rpartition(".")
-        parameter = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
-        model.get_submodule(module)._parameters[leaf] = parameter
     if missing:
         raise ValueError(
             f"the checkpoint lacks {', '.join(list(missing)[:3])} ({len(missing)} in all); fetch it again"
         )
-    if spare_head is not None and not torch.equal(
-        spare_head.to(device, dtype), model.model["embed_tokens"].weight
-    ):
+
+
+def is_spare(name: str, config: ModelConfig) -> bool:
+    """Tensors that some files carry and no model needs: the copy of a tied head, and old Llama files' angles,
+    which follow from rope_theta.
+    """
+    tied = name == "lm_head.weight" and config.tie_word_embeddings
+    return tied or name.endswith("rotary_emb.inv_freq")
+
+
+def load(folder, config: ModelConfig, dtype: torch.dtype | None = None, device="cpu") -> Model:
+    """Read a checkpoint folder into a Model of `dtype` (None: the checkpoint's own) on `device`.
+
+    Strict: every tensor is consumed, every parameter filled, every shape compared, before any is read;
+    ValueError names the tensor.  Peak memory is about one copy of the weights: where dtype and device are the
+    checkpoint's, the parameters are the mapped file itself.
+    """
+    folder = Path(folder)
+    if dtype is None and config.dtype not in DTYPES:
+        raise ValueError(
+            f"config.json has dtype {config.dtype!r}; allowed are {', '.join(DTYPES)}: choose one with dtype"
+        )
+    dtype, head = dtype or DTYPES[config.dtype], None
+    with torch.device("meta"):
+        model = Model(config)
+    check_tensors(folder, model)
+    model.inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
+    for name, tensor in read_tensors(folder):
+        if is_spare(name, config):
+            head = tensor if name == "lm_head.weight" else head
+            continue
+        module, _, leaf = name.rpartition(".")
+        parameter = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
+        model.get_submodule(module)._parameters[leaf] = parameter
+    embedding = model.model["embed_tokens"].weight
+    if head is not None and not torch.equal(head.to(device, dtype), embedding):
         raise ValueError(
             "lm_head.weight differs from the embedding although tie_word_embeddings is true; set it to false"
         )

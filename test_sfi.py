@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from conftest import BASE, dense_logits
-from model import KVCache, ModelConfig
+from model import KVCache, ModelConfig, with_yarn
+from sampling import Sampling
 from selector import select
 from sfi import (
     Engine,
@@ -129,6 +130,29 @@ def test_positions_that_do_not_fit():
         check_lengths(config, [5, 0], 4)
     with pytest.raises(ValueError, match="max_new_tokens = -1"):
         check_lengths(config, [5], -1)
+
+
+@pytest.mark.parametrize(
+    "changes, tokens, factor",
+    [
+        (dict(max_position_embeddings=40960), 50_000, 2),  # Qwen3: 32768 positions are stretched
+        (dict(max_position_embeddings=40960), 131_072, 4),
+        (dict(max_position_embeddings=40960), 131_073, None),
+        (dict(max_position_embeddings=262144), 300_000, 2),
+        (dict(max_position_embeddings=64, model_type="llama"), 100, None),
+    ],
+)
+def test_too_long_a_prompt_names_the_yarn_that_would_serve(changes, tokens, factor):
+    config = ModelConfig.from_dict(BASE | changes)
+    with pytest.raises(ValueError, match=f"new ones = {tokens}; the model has") as e:
+        check_lengths(config, [tokens - 10], 10)
+    assert f"has {config.max_positions} positions" in str(e.value)
+    assert ("--yarn" in str(e.value)) == bool(factor)
+    if factor:
+        assert str(e.value).endswith(f"or stretch the positions with --yarn {factor}")
+        check_lengths(with_yarn(config, factor), [tokens - 10], 10)
+        with pytest.raises(ValueError, match="positions"):
+            check_lengths(with_yarn(config, factor - 0.9), [tokens - 10], 10)
 
 
 def test_append_writes_what_is_named_and_nothing_else():
@@ -397,7 +421,7 @@ def test_first_refresh_comes_with_the_first_candidate_too_many(tiny, n, reasons)
 def test_rows_of_a_batch_are_independent(tiny, name, temperature):
     """Unequal lengths, rows ending at different times, mixed steps: each row as if alone."""
     prompts = [prompt(5, 1), prompt(61, 2), prompt(31, 3)]
-    settings = dict(stop_ids=set(range(3, 97, 10)), temperature=temperature, seed=7)
+    settings = dict(stop_ids=set(range(3, 97, 10)), sampling=Sampling(temperature, top_p=0.97, seed=7))
     batch, parts = run(tiny, CONFIGS[name], prompts, 40, **settings)
     for b, p in enumerate(prompts):
         rows = [[0]] * b + [p]  # the noise belongs to the row, so the row keeps its place
@@ -541,8 +565,48 @@ def test_one_prompt_a_row(tiny):
 def test_scores_that_are_not_finite_are_named(tiny):
     broken = copy.deepcopy(tiny)
     broken.model["layers"][0].self_attn.k_norm.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="attention scores are not finite; try dtype float32"):
+    with pytest.raises(
+        ValueError, match="layer 0 in float32: its attention scores are not finite; try dtype float32 where"
+    ):
         Engine(broken, SMALL, token_text, max_length=60, new_tokens=5).prefill(0, prompt(55))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "part, where",
+    [
+        (lambda model: model["layers"][0].mlp.up_proj.weight, "layer 0"),
+        (lambda model: model["layers"][1].mlp.up_proj.weight, "layer 1"),
+        (lambda model: model["norm"].weight, "the output head"),
+    ],
+)
+def test_logits_that_are_not_finite_are_an_error_not_token_0(tiny, part, where, value):
+    """The error names the dtype and the first layer that gives them, at whatever step it is."""
+    broken, dense = copy.deepcopy(tiny).to(torch.bfloat16), replace(SMALL, policy="dense")
+    broken.inv_freq = tiny.inv_freq
+    engine = Engine(broken, dense, token_text, max_length=60, new_tokens=5)
+    engine.prefill(0, prompt(20))
+    part(broken.model)[3] = float(value)
+    for run in (lambda: engine.step([5]), lambda: engine.prefill(0, prompt(7))):
+        with pytest.raises(ValueError, match=f"^{where} in bfloat16: its output is not finite; try dtype"):
+            run()
+    with pytest.raises(ValueError, match=f"^{where} in bfloat16"):
+        list(
+            decode(Engine(broken, SMALL, token_text, max_length=9, new_tokens=2), [[1, 2]], max_new_tokens=2)
+        )
+
+
+def test_a_dense_step_for_timing_changes_no_row(tiny):
+    """It reads what it is told to, and the steps after it give what they would have given."""
+    timed, plain = (Engine(tiny, SMALL, token_text, batch=2, max_length=90, new_tokens=20) for _ in range(2))
+    for engine in (timed, plain):
+        engine.prefill(0, prompt(60))
+        engine.prefill(1, prompt(9))
+    for token in prompt(12, 4):
+        rows = copy.deepcopy(timed.rows)
+        timed.dense_step([60, 4])
+        assert timed.rows == rows
+        assert torch.equal(timed.step([token, token])[0], plain.step([token, token])[0])
 
 
 def test_room_is_checked(tiny):

