@@ -11,6 +11,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import checkpoints
+import generate
 from model import KVCache, ModelConfig, attend, load, read_json
 from text import Text
 
@@ -32,6 +33,9 @@ MOE = dict(
     decoder_sparse_step=1,
     mlp_only_layers=[1],
 )
+
+# Flags under which a short prompt sees fast and slow steps.
+SMALL = "--n-select 20 --n-recent 16 --max-interval 8 --min-gap 2 --max-new-tokens 20".split()
 
 # A chat template in the manner of published ones.
 TEMPLATE = """{%- for message in messages %}
@@ -99,6 +103,17 @@ def byte_tokenizer():
     return tokenizer
 
 
+def run(capsys, *argv):
+    """(stdout, stderr, exit code) of the command."""
+    code = 0
+    try:
+        generate.main([str(a) for a in argv])
+    except SystemExit as e:
+        code = e.code
+    out = capsys.readouterr()
+    return out.out, out.err, code
+
+
 def transformers_model(folder, dtype):
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager"
@@ -147,6 +162,13 @@ def folder(tmp_path_factory):
     settings = {"chat_template": TEMPLATE, "eos_token": {"content": "<|im_end|>", "special": True}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("The sea was calm. " * 12)
+    return str(file)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from trace import Trace, plot
 
 import torch
 from tqdm import tqdm
@@ -31,6 +30,7 @@ from report import DIM, Clock, Screen, counts, paint, report
 from sampling import Sampling
 from sfi import REFERENCE, Engine, SFIConfig, Tally, cache_bytes, check_lengths, decode
 from text import Text
+from tracing import Trace, plot
 
 EXAMPLES = """examples:
   python generate.py

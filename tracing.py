@@ -140,7 +140,7 @@ def _draw_memory(ax, row: Watched, trace: Trace, name: str):
     image = torch.stack(row.columns, dim=1) if row.columns else torch.full((1, 1), torch.nan)  # (bins, steps)
     steps, positions = image.shape[1], image.shape[0] * trace.width
     drawn = ax.imshow(
-        image.sqrt(),  # a position that few heads hold stays visible
+        image.sqrt().numpy(),  # a position that few heads hold stays visible
         origin="lower",
         aspect="auto",
         extent=(-0.5, steps - 0.5, 0, positions),

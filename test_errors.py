@@ -1,0 +1,181 @@
+"""Bad input, damaged checkpoints, too little memory: one line, exit code 2, nothing loaded, nothing lost."""
+
+import re
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import checks
+import generate
+import sfi
+from conftest import SMALL, byte_tokenizer, edit_config, run
+from model import ModelConfig, read_json
+from sampling import Sampling
+from sfi import SFIConfig, cache_bytes
+from text import Text
+
+FILES = {
+    "empty.txt": b"",
+    "newline.txt": b"\n",
+    "blank.txt": b" \n\t",
+    "bom.txt": b"\xef\xbb\xbf",
+    "utf16.txt": "hello".encode("utf-16"),
+    "a.jsonl": b"{}",
+    "latin.txt": b"caf\xe9",
+    "long.txt": b"a " * 1500,
+    "ok.txt": b"hello",
+}
+BAD_INPUTS = [  # CKPT is the tiny checkpoint, DIR/ a folder with FILES
+    ("--ckpt nowhere", "'nowhere' is no folder; allowed: a folder, a hub id"),
+    ("--ckpt DIR/ --prompt DIR/ok.txt", "config.json ([Errno 2]"),
+    ("--ckpt DIR/ok.txt", "is no folder; allowed: a folder, a hub id"),
+    ("--fast", "unrecognized arguments: --fast; see --help"),
+    ("DIR/ok.txt", "unrecognized arguments: DIR/ok.txt"),
+    ("--temp 1", "unrecognized arguments: --temp 1"),
+    ("--prompt", "argument --prompt: expected at least one argument"),
+    ("--n-select many", "invalid int value: 'many'"),
+    ("--n-select 1.5", "invalid int value: '1.5'"),
+    ("--policy often", "invalid choice: 'often'"),
+    ("--selector best", "invalid choice: 'best'"),
+    ("--n-select -5", "n_select = -5; allowed is a whole number of tokens, 0 or more"),
+    ("--max-interval 0", "max_interval = 0; allowed is a whole number of tokens, 1 or more"),
+    ("--min-gap 70", "min_gap = 70; allowed is at most max_interval = 64"),
+    ("--n-recent 8", "n_recent = 8; allowed is at least n_evidence = 16"),
+    ("--paper-steps prior,magic", "paper_steps has 'magic'; allowed are power_mean, prior, nms, exclusive"),
+    ("--prompt DIR/absent.txt", "no such file or directory; give a readable text file"),
+    ("--prompt DIR/", "is a directory; give a readable text file"),
+    ("--prompt DIR/ok.txt DIR/absent.txt", "absent.txt: no such file"),
+    ("--prompt DIR/empty.txt", "the text is empty"),
+    ("--prompt DIR/newline.txt", "the text is empty"),
+    ("--prompt DIR/blank.txt", "the text is empty"),
+    ("--prompt DIR/bom.txt", "the text is empty"),
+    ("--prompt DIR/latin.txt", "byte 3 is not UTF-8"),
+    ("--prompt DIR/utf16.txt", "byte 0 is not UTF-8"),
+    ("--prompt - -", "- more than once"),
+    ("--prompt DIR/ok.txt --question=", "--question is empty"),
+    ("--prompt DIR/ok.txt --system=", "--system is empty"),
+    ("--prompt DIR/ok.txt --system x --raw", "--system with --raw; it belongs to the chat template"),
+    ("--prompt DIR/ok.txt --no-thinking --raw", "--no-thinking with --raw"),
+    ("--ckpt CKPT --prompt DIR/long.txt", "= 3275; the model has 2000 positions: shorten the prompt"),
+    ("--ckpt CKPT --prompt DIR/long.txt", "or stretch the positions with --yarn 2"),
+    ("--ckpt CKPT --prompt DIR/ok.txt --max-new-tokens 90000", "90024; the model has 2000 positions"),
+    ("--ckpt CKPT --prompt DIR/ok.txt --max-new-tokens -1", "max_new_tokens = -1; allowed is 0 or more"),
+    ("--ckpt CKPT --prompt DIR/ok.txt --yarn 0.5", "yarn = 0.5; allowed is a factor above 1"),
+    ("--ckpt CKPT --prompt DIR/long.txt --yarn 1.5", "has 3000 positions: shorten the prompt"),
+    ("--temperature -1", "temperature = -1.0; allowed is a finite number, 0"),
+    ("--temperature nan", "temperature = nan; allowed is"),
+    ("--top-k -1", "top_k = -1; allowed is a whole number, 0 (off) or more"),
+    ("--top-p 1.5", "top_p = 1.5; allowed is a number from 0 to 1 (off)"),
+    ("--min-p -0.1", "min_p = -0.1; allowed is a number from 0 (off) to 1"),
+    ("--ckpt CKPT --prompt DIR/ok.txt --top-p 0.9", "top_p = 0.9 at temperature 0, which is greedy"),
+    ("--seed -1", "seed = -1; allowed is a whole number"),
+    ("--dtype int4", "invalid choice: 'int4'"),
+    ("--device cuda", "PyTorch sees no CUDA device here; use --device cpu"),
+    ("--trace DIR/steps.txt", "allowed is a file name that ends in .jsonl"),
+    ("--trace DIR/none/steps.jsonl", "there is no folder DIR/none; make it first"),
+    ("--trace DIR/folder.jsonl", "cannot be written; give another file name"),
+    ("--prompt DIR/a.jsonl --trace DIR/a.jsonl", "is a --prompt too"),
+    ("--plot DIR/memory.jpeg", "allowed is a file name that ends in .png or .svg or .pdf"),
+    ("--plot DIR/ok.txt/memory.png", "there is no folder DIR/ok.txt"),
+]
+
+
+@pytest.mark.parametrize("argv, message", BAD_INPUTS)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, folder, tmp_path, monkeypatch, argv, message):
+    """Before any weights load; nothing on stdout, nothing made, nothing overwritten."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(generate, "load", lambda *a: pytest.fail("the weights were loaded"))
+    for name, data in FILES.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "folder.jsonl").mkdir()
+    inside = lambda text: text.replace("DIR/", f"{tmp_path}/").replace("CKPT", str(folder))
+    out, err, code = run(capsys, *map(inside, argv.split()))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert inside(message) in err and err.startswith("generate.py: error: ")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == FILES
+    assert len(list(tmp_path.iterdir())) == len(FILES) + 1
+
+
+@pytest.mark.parametrize(
+    "argv, call",
+    [
+        (["--n-recent", "8"], lambda: SFIConfig(n_recent=8)),
+        (["--top-k", "-1"], lambda: Sampling(top_k=-1)),
+        (["--max-new-tokens", "-1"], lambda: sfi.check_lengths(None, [5], -1)),
+        (["--prompt", "absent.txt"], lambda: checks.read_prompt("absent.txt")),
+    ],
+)
+def test_the_library_says_what_the_command_says(capsys, folder, argv, call):
+    with pytest.raises(ValueError) as e:
+        call()
+    _, err, _ = run(capsys, "--ckpt", folder, *argv)
+    assert err == f"generate.py: error: {e.value}\n"
+
+
+@pytest.mark.parametrize("free", ["0.9 of the weights", "weights + 0.9 of the cache"])
+def test_memory_is_checked_before_the_weights_load(capsys, folder, prompt_file, monkeypatch, free):
+    weights = sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
+    config = ModelConfig.from_dict(read_json(folder / "config.json"))
+    prompt = len(Path(prompt_file).read_text()) + len("user\n\nassistant\n") + 3
+    sizes = dict(batch=1, max_length=prompt + 256, new_tokens=256, dtype=torch.float32)
+    cache = cache_bytes(config, SFIConfig(), **sizes)
+    available = 0.9 * weights if free.startswith("0.9") else weights + 0.9 * cache
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": available}))
+    monkeypatch.setattr(generate, "load", lambda *a: pytest.fail("the weights were loaded"))
+    argv = ["--ckpt", folder, "--prompt", prompt_file, "--device", "cpu", "--dtype", "float32"]
+    _, err, code = run(capsys, *argv)
+    assert code == 2 and re.search(r"needs \d+\.\d GB .*this machine has \d+\.\d GB free", err)
+    available = weights + cache
+    monkeypatch.setattr(generate, "load", lambda *a: (_ for _ in ()).throw(ValueError("it would load")))
+    assert "it would load" in run(capsys, *argv)[1]
+
+
+@pytest.mark.parametrize(
+    "file, content, message",
+    [
+        ("config.json", "[]", "config.json holds no JSON object"),
+        ("config.json", "{", "cannot read"),
+        ("config.json", '{"model_type": "mamba"}', 'model_type = "mamba"'),
+        ("generation_config.json", "3", "generation_config.json holds no JSON object"),
+        ("generation_config.json", '{"eos_token_id": [[1]]}', "eos_token_id = [[1]]; allowed is a token id"),
+        ("tokenizer_config.json", "null", "tokenizer_config.json holds no JSON object"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": "{{ 1 / 0 }}"}',
+            "chat template fails (division by zero)",
+        ),
+        ("chat_template.jinja", "{{ raise_exception('no\nway') }}", "chat template fails (no way)"),
+        ("chat_template.jinja", "{% if %}", "chat template fails"),
+        ("tokenizer.json", "{}", "fetch the checkpoint's tokenizer.json"),
+        ("model.safetensors", "{}", "not a readable safetensors file"),
+    ],
+)
+def test_damaged_checkpoints_are_one_line(capsys, damaged, file, content, message):
+    folder, argv = damaged
+    (folder / file).write_text(content)
+    _, err, code = run(capsys, *argv, "--quiet")
+    assert code == 2 and err.count("\n") == 1 and message in err and err.startswith("generate.py: error: ")
+
+
+def test_a_tokenizer_larger_than_the_model_is_named(capsys, damaged):
+    folder, argv = damaged
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["hello"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _, err, code = run(capsys, *argv)
+    assert code == 2 and "the tokenizer gives token 258, the model has 258" in err
+
+
+def test_no_chat_template(capsys, folder, prompt_file, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    (bare / "tokenizer_config.json").unlink()
+    edit_config(bare, eos_token_id=[257])
+    _, err, code = run(capsys, "--ckpt", bare, "--prompt", prompt_file)
+    assert code == 2 and "no chat template; use --raw" in err
+    assert run(capsys, "--ckpt", bare, "--prompt", prompt_file, "--raw", *SMALL)[2] == 0
+    assert Text(bare).stop_ids == {257}
