@@ -64,11 +64,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
 def parser() -> argparse.ArgumentParser:
     p = Parser("generate.py", "Answer a question about a long text, most steps fast.", EXAMPLES)
-    number, share, flag = (
-        dict(type=int, metavar="N"),
-        dict(type=float, metavar="P"),
-        dict(action="store_true"),
-    )
+    number, share = dict(type=int, metavar="N"), dict(type=float, metavar="P")
+    flag = dict(action="store_true")
     names = ", ".join(checkpoints.SHORT_NAMES)
 
     add = p.add_argument_group("what").add_argument
@@ -81,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add("--raw", help="no chat template, and control tokens in the text count", **flag)
     add("--max-new-tokens", default=256, help="tokens to generate at most", **number)
 
-    text = "in this order; defaults: the checkpoint's generation_config.json if it has do_sample, else greedy"
+    text = "in this order; defaults: generation_config.json's if it has do_sample, else greedy"
     add = p.add_argument_group("sampling", text).add_argument
     add("--temperature", type=float, metavar="T", help="0: the likeliest token; 1: as trained")
     add("--top-k", help="keep the N likeliest; 0: all", **number)
@@ -140,39 +137,29 @@ def run(args) -> dict:
     weights, weights_read = weight_bytes(config, dtype, len(ids))
     check_memory(weights, cache_bytes(config, cfg, dtype=dtype, **sizes), device)
     facts = dict(backend=REFERENCE.name, device=str(device), dtype=str(dtype).removeprefix("torch."))
-    how = "{dtype} on {device}, {backend} backend".format(**facts)
-    tell(
-        args,
-        f"{args.ckpt}: {config.model_type}, {weights / 1e9:.2f} GB, {how}, policy {cfg.policy}, {sampling}",
-    )
+    facts |= dict(seed=args.seed, sampling=asdict(sampling), ckpt=args.ckpt, config=asdict(cfg))
+    if not args.quiet:
+        how = "{dtype} on {device}, {backend} backend".format(**facts) + f", policy {cfg.policy}, {sampling}"
+        line = f"{args.ckpt}: {config.model_type}, {weights / 1e9:.2f} GB, {how}"
+        print(paint(line, DIM, sys.stderr), file=sys.stderr)
 
     folder = checkpoints.resolve(args.ckpt, quiet=args.quiet)
     began = time.perf_counter()
     model = load(folder, config, dtype, device)
-    load_s = time.perf_counter() - began
-    trace = None
-    if args.trace or args.plot:
-        trace = Trace(config, cfg, text.token_text, len(ids), longest + new)
+    facts["load_s"] = time.perf_counter() - began
+    trace = Trace(config, cfg, text.token_text, len(ids), longest + new) if args.trace or args.plot else None
     observe = trace.refreshed if trace else None
     engine = Engine(model, cfg, text.token_text, ops=REFERENCE, observe=observe, **sizes)
-    facts |= dict(load_s=load_s, seed=args.seed, ckpt=args.ckpt, sampling=asdict(sampling))
-    facts |= {"config": asdict(cfg)}
     return answer(args, engine, ids, text, sampling, trace, weights_read) | facts
 
 
-def tell(args, text: str):
-    """A remark for whoever watches, dimmed on a terminal."""
-    if not args.quiet:
-        print(paint(text, DIM, sys.stderr), file=sys.stderr)
-
-
-def answer(args, engine, ids, text, sampling, trace, weights: int) -> dict:
+def answer(args, engine, ids, text, sampling, trace, weights_read: int) -> dict:
     """Decode all prompts and show the text as it comes, then the report, also where Ctrl-C or a closed
     output broke it off.
     """
     names = args.prompt or ["the built-in text"]
-    screen, clock, tally = Screen(names, text.tokenizer, sys.stdout), Clock(engine.model.device), Tally()
-    new, stopped, passes, broken, dense_s = [0] * len(ids), [False] * len(ids), 0, "length", None
+    screen = Screen(names, text, args.max_new_tokens, sys.stdout)
+    clock, tally, passes, dense_s, reason = Clock(engine.model.device), Tally(), 0, None, "length"
     shown = dict(desc="prefill", unit=" tokens", leave=False, disable=args.quiet or None)
     settings = dict(max_new_tokens=args.max_new_tokens, sampling=sampling, stop_ids=text.stop_ids)
     try:
@@ -185,39 +172,32 @@ def answer(args, engine, ids, text, sampling, trace, weights: int) -> dict:
                 bar.close()
                 began, now = clock.at.get("end", 0.0), clock.mark("end")
                 clock.at.setdefault("first_token", now)
-                passes += 1
                 tally.add(step.parts)
+                passes += 1
                 for record in trace.step(step, now - began) if trace else ():
                     if lines:
                         print(json.dumps(record), file=lines, flush=True)
                 for b, (token, part) in enumerate(zip(step.tokens, step.parts, strict=True)):
-                    if token is None:
-                        continue
-                    new[b], stopped[b] = new[b] + 1, token in text.stop_ids
-                    if not stopped[b]:
+                    if token is not None:
                         screen.push(b, token, slow=part.refresh and part.reason != "prefill")
-                    if stopped[b] or new[b] == args.max_new_tokens:
-                        screen.end(b)
-        screen.close()
+        screen.close(reason)
         if tally.fast and not args.quiet:
-            lengths = [len(prompt) + n // 2 for prompt, n in zip(ids, new, strict=True)]
+            lengths = [len(prompt) + n // 2 for prompt, n in zip(ids, screen.new, strict=True)]
             dense_s = dense_seconds(engine, lengths)
     except KeyboardInterrupt:
-        broken = "interrupted"
+        reason = "interrupted"
     except BrokenPipeError:
-        broken = "closed"
+        reason = "closed"
         close_stdout()
-    screen.close()
-    steps, at = tally.slow + tally.fast, clock.at
-    decode_s = at["end"] - at["first_token"] if "end" in at else 0.0
-    ends = ["length" if n == args.max_new_tokens else broken for n in new]
-    token_bytes = engine.model.config.kv_bytes(engine.model.dtype)
+    screen.close(reason)
+    at, steps = clock.at, tally.slow + tally.fast
+    decode_s = at["end"] - at["first_token"] if steps else 0.0
     result = {
-        "text": screen.texts,
+        "text": [stream.text for stream in screen.streams],
         "prompt_tokens": [len(prompt) for prompt in ids],
-        "new_tokens": new,
-        "stop_reason": ["stop" if s else end for s, end in zip(stopped, ends, strict=True)],
-        **counts(tally, token_bytes, weights, max(passes - 1, 0)),
+        "new_tokens": screen.new,
+        "stop_reason": screen.ends,
+        **counts(tally, engine.model, max(passes - 1, 0) * weights_read),
         "prefill_s": at.get("prefill", 0.0),
         "first_token_s": at.get("first_token"),
         "decode_s": decode_s,

@@ -4,10 +4,12 @@ Read before: `sfi.py`; used by `generate.py`.
 """
 
 import os
+import sys
 import time
 
 import torch
 
+from model import Model
 from sfi import SLOW_REASONS, SFIConfig, Tally
 from text import Stream
 
@@ -24,55 +26,59 @@ def paint(text: str, style: str, file) -> str:
 class Screen:
     """Prints the answers one after the other: one streams, those after it wait for their turn.
 
-    Several answers stand under their names.  On a terminal, what a slow step gave is coloured.
+    Several answers stand under their names.  On a terminal, what a slow step gave is coloured.  `text` is the
+    checkpoint's (`text.Text`); an answer ends with one of its end tokens or after `most` tokens.
     """
 
-    def __init__(self, names: list[str], tokenizer, file):
-        self.names, self.file = names, file
-        self.streams = [Stream(tokenizer) for _ in names]
-        self.waiting, self.ended = [""] * len(names), [False] * len(names)
+    def __init__(self, names: list[str], text, most: int, file):
+        self.names, self.text, self.most, self.file = names, text, most, file
+        self.streams = [Stream(text.tokenizer) for _ in names]
+        self.waiting = [""] * len(names)  # printed when its turn comes
+        self.new, self.ends = [0] * len(names), [None] * len(names)
         self.turn = 0  # whose answer streams
-        self.write(self.head())
-
-    def head(self) -> str:
-        return (
-            paint(f"==> {self.names[self.turn]} <==", BOLD, self.file) + "\n" if len(self.names) > 1 else ""
-        )
+        self._head()
 
     def push(self, b: int, token: int, slow: bool):
+        """Show the next token of answer b."""
+        self.new[b] += 1
+        if token in self.text.stop_ids:
+            return self.end(b, "stop")
         piece = self.streams[b].push(token)
-        self.put(b, paint(piece, SLOW, self.file) if slow else piece)
+        self._put(b, paint(piece, SLOW, self.file) if slow else piece)
+        if self.new[b] == self.most:
+            self.end(b, "length")
 
-    def put(self, b: int, piece: str):
+    def end(self, b: int, reason: str):
+        """Answer b is complete, so the next may come."""
+        if self.ends[b]:
+            return
+        self._put(b, self.streams[b].finish())
+        self.ends[b] = reason
+        while self.turn < len(self.names) and self.ends[self.turn]:
+            self.turn += 1
+            self._write("\n" * min(len(self.names), 2))
+            if self.turn < len(self.names):
+                self._head()
+                self._write(self.waiting[self.turn])
+
+    def close(self, reason: str):
+        """End every answer that has not ended."""
+        for b in range(len(self.names)):
+            self.end(b, reason)
+
+    def _head(self):
+        if len(self.names) > 1:
+            self._write(paint(f"==> {self.names[self.turn]} <==", BOLD, self.file) + "\n")
+
+    def _put(self, b: int, piece: str):
         if b == self.turn:
-            self.write(piece)
+            self._write(piece)
         else:
             self.waiting[b] += piece
 
-    def end(self, b: int):
-        """Row b is complete: the next answer may come."""
-        if self.ended[b]:
-            return
-        self.put(b, self.streams[b].finish())
-        self.ended[b] = True
-        while self.turn < len(self.names) and self.ended[self.turn]:
-            self.turn += 1
-            self.write("\n" * min(len(self.names), 2))
-            if self.turn < len(self.names):
-                self.write(self.head() + self.waiting[self.turn])
-
-    def close(self):
-        """End every answer that has not ended."""
-        for b in range(len(self.names)):
-            self.end(b)
-
-    def write(self, text: str):
+    def _write(self, text: str):
         if text:
             print(text, end="", flush=True, file=self.file)
-
-    @property
-    def texts(self) -> list[str]:
-        return [stream.text for stream in self.streams]
 
 
 class Clock:
@@ -81,21 +87,17 @@ class Clock:
     def __init__(self, device: torch.device):
         self.device, self.began, self.at = device, time.perf_counter(), {}
 
-    def mark(self, name: str, once=False) -> float:
-        if once and name in self.at:
-            return self.at[name]
+    def mark(self, name: str) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.at[name] = time.perf_counter() - self.began
         return self.at[name]
 
 
-def counts(tally: Tally, token_bytes: int, weight_bytes: int, passes: int) -> dict:
-    """What the steps after the prefill did and read.  A cached token has token_bytes, a pass over the model
-    reads weight_bytes of weights.
-    """
-    steps, read = tally.slow + tally.fast, (tally.visible + tally.copied) * token_bytes
-    dense, weights = tally.dense * token_bytes, passes * weight_bytes
+def counts(tally: Tally, model: Model, weights: int) -> dict:
+    """What the steps after the prefill did and read, in bytes; `weights` bytes of them were weights."""
+    token = model.config.kv_bytes(model.dtype)
+    steps, read, dense = tally.slow + tally.fast, (tally.visible + tally.copied) * token, tally.dense * token
     return {
         "slow_steps": tally.slow,
         "fast_steps": tally.fast,
@@ -120,7 +122,9 @@ def report(r: dict, tally: Tally, cfg: SFIConfig, names: list[str]) -> str:
     if not steps:
         return "\n".join([*lines, times])
     slow = ", ".join(f"{n} {reason}" for reason, n in r["slow_reasons"].items() if n)
-    lines.append(f"steps: {fast} fast, {r['slow_steps']} slow" + f" ({slow})" * bool(slow))
+    n_slow = f"{r['slow_steps']} slow"
+    n_slow = paint(n_slow, SLOW, sys.stderr) if fast else n_slow  # the colour that marks them in the text
+    lines.append(f"steps: {fast} fast, {n_slow}" + f" ({slow})" * bool(slow))
     if fast:
         visible, dense = tally.fast_visible / fast, tally.dense / steps
         lines[-1] += f"; a fast step reads {visible:,.0f} tokens of {dense:,.0f}, {visible / dense:.0%}"
@@ -145,7 +149,7 @@ def cannot_pay(r: dict, cfg: SFIConfig) -> str | None:
         return f"everything fits into the memory of {memory:,} tokens: equal to dense decoding, no gain"
     if cfg.policy == "dense" or r["byte_speedup"] >= 1.1:
         return None
-    if fast < steps / 2:
+    if fast < 2 * r["slow_steps"]:
         return f"SFI cannot pay here: only {fast} of {steps} steps were fast; it gains from longer prompts"
     read, dense = r["kv_bytes_read"], r["kv_bytes_dense"]
     share = dense / (dense + r["weight_bytes_read"])

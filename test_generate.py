@@ -280,21 +280,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_answers_of_a_batch_come_one_after_the_other(monkeypatch):
+def test_answers_of_a_batch_come_one_after_the_other(folder):
     """The first streams; the second waits, is printed with what it has, and streams on; the third is done."""
     out = io.StringIO()
-    screen, tokenizer = Screen(["a", "b", "c"], byte_tokenizer(), out), byte_tokenizer()
-    push = lambda b, letter: screen.push(b, tokenizer.encode(letter).ids[0], slow=True)
+    screen, letters = Screen(["a", "b", "c"], Text(folder), 3, out), byte_tokenizer()
+    push = lambda b, letter: screen.push(b, letters.encode(letter).ids[0], slow=True)
     for b, letter in ((0, "1"), (1, "2"), (2, "3"), (0, "4"), (1, "5")):
         push(b, letter)
     assert out.getvalue() == "==> a <==\n14"
-    screen.end(2)
-    screen.end(0)
-    assert out.getvalue() == "==> a <==\n14\n\n==> b <==\n25"
-    push(1, "6")
-    screen.close()
-    assert out.getvalue() == "==> a <==\n14\n\n==> b <==\n256\n\n==> c <==\n3\n\n"
-    assert screen.texts == ["14", "256", "3"]
+    screen.push(2, 257, slow=False)  # an end token
+    push(0, "6")  # the third and last
+    assert out.getvalue() == "==> a <==\n146\n\n==> b <==\n25"
+    screen.close("interrupted")
+    assert out.getvalue() == "==> a <==\n146\n\n==> b <==\n25\n\n==> c <==\n3\n\n"
+    assert (screen.new, screen.ends) == ([3, 2, 2], ["length", "interrupted", "stop"])
 
 
 @pytest.mark.parametrize(
@@ -306,16 +305,15 @@ def test_answers_of_a_batch_come_one_after_the_other(monkeypatch):
         (Terminal(), {"TERM": "dumb"}, False),
     ],
 )
-def test_colour_only_on_a_terminal(monkeypatch, out, variables, coloured):
+def test_colour_only_on_a_terminal(monkeypatch, folder, out, variables, coloured):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    tokenizer = byte_tokenizer()
-    screen = Screen(["a", "b"], tokenizer, out)
+    screen, letters = Screen(["a", "b"], Text(folder), 9, out), byte_tokenizer()
     for letter, slow in (("x", False), ("y", True)):
-        screen.push(0, tokenizer.encode(letter).ids[0], slow)
-    screen.close()
+        screen.push(0, letters.encode(letter).ids[0], slow)
+    screen.close("length")
     assert ("\x1b[" in out.getvalue()) == coloured
     if coloured:
         assert out.getvalue() == "\x1b[1m==> a <==\x1b[0m\nx\x1b[36my\x1b[0m\n\n\x1b[1m==> b <==\x1b[0m\n\n\n"
