@@ -159,7 +159,8 @@ def answer(args, engine, ids, text, sampling, trace, weights_read: int) -> dict:
     """
     names = args.prompt or ["the built-in text"]
     screen = Screen(names, text, args.max_new_tokens, sys.stdout)
-    clock, tally, passes, dense_s, reason = Clock(engine.model.device), Tally(), 0, None, "length"
+    clock, tally, passes, full, dense_s = Clock(engine.model.device), Tally(), 0, 0, None
+    reason = "length"
     shown = dict(desc="prefill", unit=" tokens", leave=False, disable=args.quiet or None)
     settings = dict(max_new_tokens=args.max_new_tokens, sampling=sampling, stop_ids=text.stop_ids)
     try:
@@ -174,6 +175,9 @@ def answer(args, engine, ids, text, sampling, trace, weights_read: int) -> dict:
                 clock.at.setdefault("first_token", now)
                 tally.add(step.parts)
                 passes += 1
+                if None not in step.tokens:
+                    full = passes  # while all rows run: what a dense step of all rows is compared with
+                    clock.at["full"] = now
                 for record in trace.step(step, now - began) if trace else ():
                     if lines:
                         print(json.dumps(record), file=lines, flush=True)
@@ -182,8 +186,7 @@ def answer(args, engine, ids, text, sampling, trace, weights_read: int) -> dict:
                         screen.push(b, token, slow=part.refresh and part.reason != "prefill")
         screen.close(reason)
         if tally.fast and not args.quiet:
-            lengths = [len(prompt) + n // 2 for prompt, n in zip(ids, screen.new, strict=True)]
-            dense_s = dense_seconds(engine, lengths)
+            dense_s = dense_seconds(engine, [len(prompt) + full // 2 for prompt in ids])
     except KeyboardInterrupt:
         reason = "interrupted"
     except BrokenPipeError:
@@ -202,7 +205,8 @@ def answer(args, engine, ids, text, sampling, trace, weights_read: int) -> dict:
         "first_token_s": at.get("first_token"),
         "decode_s": decode_s,
         "tokens_per_s": steps / decode_s if steps else None,
-        "dense_tokens_per_s": len(ids) / dense_s if dense_s else None,
+        "step_ms": 1e3 * (at["full"] - at["first_token"]) / (full - 1) if full > 1 else None,
+        "dense_step_ms": 1e3 * dense_s if dense_s else None,
     }
     if not args.quiet:
         print(report(result, tally, engine.cfg, names), file=sys.stderr)
@@ -212,9 +216,10 @@ def answer(args, engine, ids, text, sampling, trace, weights_read: int) -> dict:
 
 
 def dense_seconds(engine: Engine, lengths: list[int]) -> float:
-    """Median seconds of a dense step at the given lengths: of three, or of as many as a second holds."""
+    """Median seconds of a dense step at the given lengths: of five, or of as many as a second holds."""
+    engine.dense_step(lengths)
     times = []
-    while len(times) < 3 and sum(times) < 1:
+    while len(times) < 5 and sum(times) < 1:
         clock = Clock(engine.model.device)
         engine.dense_step(lengths)
         times.append(clock.mark("end"))

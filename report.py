@@ -133,9 +133,10 @@ def report(r: dict, tally: Tally, cfg: SFIConfig, names: list[str]) -> str:
         f"KV cache read: {read / 1e9:.2f} GB, {read / dense:.0%} of dense decoding's {dense / 1e9:.2f} GB"
     )
     lines.append(f"{times}, decode {r['decode_s']:.1f} s, {r['tokens_per_s']:.1f} tokens/s")
-    if r["dense_tokens_per_s"]:
-        lines[-1] += f": {r['tokens_per_s'] / r['dense_tokens_per_s']:.2f}x dense steps here"
-        lines[-1] += f" ({r['dense_tokens_per_s']:.1f}), {r['byte_speedup']:.2f}x by bytes"
+    if r["dense_step_ms"] and r["step_ms"]:
+        ours, dense = r["step_ms"], r["dense_step_ms"]
+        lines[-1] += f"; a step takes {ours:.0f} ms, a dense one {dense:.0f} ms: about {dense / ours:.1f}x"
+        lines[-1] += f" ({r['byte_speedup']:.2f}x by bytes)"
     if verdict := cannot_pay(r, cfg):
         lines.append(verdict)
     return "\n".join(lines)

@@ -32,7 +32,16 @@ KEYS |= {
     "load_s",
     "prefill_s",
 }
-KEYS |= {"first_token_s", "decode_s", "tokens_per_s", "dense_tokens_per_s", "backend", "device", "dtype"}
+KEYS |= {
+    "first_token_s",
+    "decode_s",
+    "tokens_per_s",
+    "step_ms",
+    "dense_step_ms",
+    "backend",
+    "device",
+    "dtype",
+}
 KEYS |= {"seed", "sampling", "ckpt", "config"}
 
 
@@ -192,7 +201,7 @@ def test_ctrl_c_at_any_place(capsys, folder, prompt_file, tmp_path, monkeypatch,
     out, err, code = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *files, *SMALL)
     r = json.loads(out.splitlines()[-1])
     assert (code, r["stop_reason"], r["new_tokens"]) == (130, ["interrupted"], [after])
-    assert "ended by Ctrl-C" in err and r["dense_tokens_per_s"] is None
+    assert "ended by Ctrl-C" in err and r["dense_step_ms"] is None
     assert len(files[1].read_text().splitlines()) == after
     assert files[3].read_bytes().startswith(b"\x89PNG")
 
@@ -253,15 +262,17 @@ def test_trace_and_plot(capsys, folder, prompt_file, tmp_path):
 def test_report_against_dense(capsys, folder, prompt_file):
     out, err, _ = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *SMALL)
     r = json.loads(out.splitlines()[-1])
-    dense, ratio = r["dense_tokens_per_s"], r["tokens_per_s"] / r["dense_tokens_per_s"]
-    assert f"tokens/s: {ratio:.2f}x dense steps here ({dense:.1f}), {r['byte_speedup']:.2f}x by bytes" in err
+    ours, dense, ratio = r["step_ms"], r["dense_step_ms"], r["dense_step_ms"] / r["step_ms"]
+    assert f"a step takes {ours:.0f} ms, a dense one {dense:.0f} ms: about {ratio:.1f}x (" in err
+    assert f"({r['byte_speedup']:.2f}x by bytes)" in err
+    assert ours == pytest.approx(1e3 * r["decode_s"] / 19)
     weights = sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
     weights -= 258 * 40 * 4  # the embedding is not the head, so a step reads a row of it
     assert r["weight_bytes_read"] == 19 * weights
     want = (19 * weights + r["kv_bytes_dense"]) / (19 * weights + r["kv_bytes_read"])
     assert r["byte_speedup"] == pytest.approx(want)
     quiet = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", "--quiet", *SMALL)[0]
-    assert json.loads(quiet.splitlines()[-1])["dense_tokens_per_s"] is None
+    assert json.loads(quiet.splitlines()[-1])["dense_step_ms"] is None
 
 
 def test_report_says_when_sfi_cannot_pay(capsys, folder, prompt_file):

@@ -25,6 +25,7 @@ class Watched:
     found: dict = field(default_factory=dict)  # name -> one number a layer, since the last step
     held: torch.Tensor | None = None  # (positions,) the share of layers and heads that hold each
     columns: list = field(default_factory=list)  # a step each: the picture, (bins,)
+    length: int = 0  # tokens cached after the last step
     slow: list = field(default_factory=list)  # (column, mass_before, mass) of every refresh
 
 
@@ -100,6 +101,7 @@ class Trace:
             if part.refresh:
                 row.slow.append((len(row.columns), mean.get("mass_before"), mean.get("mass")))
             row.columns.append(self._column(row, part))
+            row.length = part.length
             row.found = {}
         self.steps += 1
         return records
@@ -149,7 +151,7 @@ def _draw_memory(ax, row: Watched, trace: Trace, name: str):
         vmax=1,
         interpolation="nearest",
     )
-    ax.set_ylim(0, trace.max_length)
+    ax.set_ylim(0, max(row.length, 1))
     ax.set_title(f"{name}: what the memory holds, step by step", loc="left")
     ax.set_ylabel("position in the text")
     ax.tick_params(labelbottom=False)
@@ -177,6 +179,6 @@ def _draw_mass(ax, row: Watched, xlim):
     ax.yaxis.set_major_formatter(lambda y, _: f"{y:.1%}")
     ax.grid(axis="y", color="0.9")
     if known:
-        ax.legend(loc="lower left", fontsize="small", ncols=2)
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 0.97), ncols=2, fontsize="small", frameon=False)
     else:
         ax.text(0.5, 0.5, "not known: no dense pass chose a memory", ha="center", transform=ax.transAxes)
