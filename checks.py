@@ -6,6 +6,7 @@ Each function raises ValueError with one line: what was got, what is allowed, wh
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,8 @@ from model import CPU_HAS_BF16, DTYPES, Model, ModelConfig
 
 def read_prompt(name: str) -> str:
     """The text of a file, or of standard input: UTF-8, with or without BOM, line ends as \\n."""
+    if name == "-" and sys.stdin is None:
+        raise ValueError("--prompt -: standard input is closed; give a file")
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
@@ -51,17 +54,32 @@ def read_prompts(args) -> list[str]:
 
 
 def check_output(flag: str, path: Path | None, endings: tuple, prompts: list[str]):
-    """ValueError unless the file may be written; nothing is touched."""
+    """ValueError unless the file can be written; what is there stays as it is."""
     if path is None:
         return
     if path.suffix.lower() not in endings:
         raise ValueError(f"{flag} {path}; allowed is a file name that ends in {' or '.join(endings)}")
     if not path.parent.is_dir():
         raise ValueError(f"{flag} {path}: there is no folder {path.parent}; make it first")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{flag} {path} cannot be written; give another file name")
-    if path.exists() and any(os.path.exists(p) and path.samefile(p) for p in prompts):
+    same = lambda name: os.path.samestat(path.stat(), os.fstat(0) if name == "-" else os.stat(name))
+    if path.exists() and any(same(name) for name in prompts if name == "-" or os.path.exists(name)):
         raise ValueError(f"{flag} {path} is a --prompt too; give another file name")
+    target = path.resolve()  # of a link that may lead nowhere yet
+    new = not target.exists()
+    try:
+        target.open("ab").close()
+    except OSError as e:
+        raise ValueError(
+            f"{flag} {path} cannot be written ({e.strerror.lower()}); give another file name"
+        ) from None
+    if new:
+        target.unlink()
+
+
+def check_plot(path: Path | None):
+    """ValueError if a picture is wanted and matplotlib is not there."""
+    if path is not None and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave the flag out")
 
 
 def choose_device(name: str) -> torch.device:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ import generate
 from model import KVCache, ModelConfig, attend, load, read_json
 from text import Text
 
-SHARED = Path(__file__).resolve().parent.parent / "shared"
+HERE = Path(__file__).resolve().parent
+SHARED = HERE.parent / "shared"
 # Every dimension differs from every other, so that a swapped axis cannot hide.
 SIZES = dict(
     vocab_size=97,
@@ -112,6 +115,11 @@ def run(capsys, *argv):
         code = e.code
     out = capsys.readouterr()
     return out.out, out.err, code
+
+
+def command(*argv):
+    """The command in a process of its own, as a shell line."""
+    return shlex.join([sys.executable, "generate.py", *map(str, argv)])
 
 
 def transformers_model(folder, dtype):

@@ -6,12 +6,16 @@ Text streams to stdout; everything else goes to stderr.  Read before: `sfi.py`, 
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+
+if __name__ == "__main__":  # Ctrl-C while torch is being imported: an end without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 from tqdm import tqdm
@@ -20,6 +24,7 @@ import checkpoints
 from checks import (
     check_memory,
     check_output,
+    check_plot,
     choose_device,
     choose_dtype,
     read_prompts,
@@ -40,6 +45,7 @@ EXAMPLES = """examples:
   python generate.py --prompt a.txt b.txt --question "Sum it up." --plot memory.png --trace steps.jsonl
       two texts as one batch, with a picture and a record of every step
 """
+BUILT_IN = "the built-in text"
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -52,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}; see --help\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; see --help\n")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -109,9 +115,11 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def run(args) -> dict:
-    """Check all that can be checked before the weights load, load, answer; returns what --json prints."""
+def run(args) -> int:
+    """Check all that can be checked before the weights load, load, answer; returns the exit code."""
     cfg = SFIConfig(**{f.name: getattr(args, f.name) for f in fields(SFIConfig)})
+    if args.dense and cfg.policy not in ("sentence", "dense"):
+        raise ValueError(f"--dense with --policy {cfg.policy}; give one of the two")
     cfg = replace(cfg, policy="dense") if args.dense else cfg
     given = {f.name: getattr(args, f.name) for f in fields(Sampling)}
     Sampling(**{name: value for name, value in given.items() if value is not None})
@@ -119,6 +127,7 @@ def run(args) -> dict:
     dtype = choose_dtype(args.dtype, device)
     check_output("--trace", args.trace, (".jsonl",), args.prompt or [])
     check_output("--plot", args.plot, PICTURES, args.prompt or [])
+    check_plot(args.plot)
     prompts = read_prompts(args)
     folder = checkpoints.resolve(args.ckpt, weights=False, quiet=args.quiet)
     config = ModelConfig.from_dict(read_json(folder / "config.json"))
@@ -127,7 +136,7 @@ def run(args) -> dict:
     sampling = Sampling.of(text.generation_config, **given)
     chat = lambda prompt: text.encode(text.chat(prompt, args.system, not args.no_thinking))
     ids = [text.encode(prompt, special=True) if args.raw else chat(prompt) for prompt in prompts]
-    if (largest := max(map(max, ids), default=0)) >= config.vocab_size:
+    if (largest := max((i for row in ids for i in row), default=0)) >= config.vocab_size:
         raise ValueError(
             f"the tokenizer gives token {largest}, the model has {config.vocab_size}; they do not match"
         )
@@ -150,14 +159,19 @@ def run(args) -> dict:
     trace = Trace(config, cfg, text.token_text, len(ids), longest + new) if args.trace or args.plot else None
     observe = trace.refreshed if trace else None
     engine = Engine(model, cfg, text.token_text, ops=REFERENCE, observe=observe, **sizes)
-    return answer(args, engine, ids, text, sampling, trace, weights_read) | facts
+    result = answer(args, engine, ids, text, sampling, trace, weights_read) | facts
+    if args.json:
+        print(json.dumps(result), flush=True)
+    if args.plot:
+        plot(trace, args.prompt or [BUILT_IN], args.plot)
+    return 130 if "interrupted" in result["stop_reason"] else 0
 
 
 def answer(args, engine, ids, text, sampling, trace, weights_read: int) -> dict:
     """Decode all prompts and show the text as it comes, then the report, also where Ctrl-C or a closed
     output broke it off.
     """
-    names = args.prompt or ["the built-in text"]
+    names = args.prompt or [BUILT_IN]
     screen = Screen(names, text, args.max_new_tokens, sys.stdout)
     clock, tally, passes, full, dense_s = Clock(engine.model.device), Tally(), 0, 0, None
     reason = "length"
@@ -210,8 +224,6 @@ def answer(args, engine, ids, text, sampling, trace, weights_read: int) -> dict:
     }
     if not args.quiet:
         print(report(result, tally, engine.cfg, names), file=sys.stderr)
-    if args.plot:
-        plot(trace, names, args.plot)
     return result
 
 
@@ -232,14 +244,14 @@ def close_stdout():
 
 
 def main(argv=None):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))
     args = parser().parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character does not end the answer
     try:
-        result = run(args)
-        if args.json:
-            print(json.dumps(result), flush=True)
-        if "interrupted" in result["stop_reason"]:
-            sys.exit(130)
+        sys.exit(run(args))
     except BrokenPipeError:
         close_stdout()
     except KeyboardInterrupt:

@@ -218,9 +218,9 @@ def yarn_scale(factor, mscale=None, mscale_all_dim=None) -> float:
 
 def with_yarn(config: ModelConfig, factor: float) -> ModelConfig:
     """The same model with its trained positions stretched by `factor`."""
-    if not 1.0 < factor < math.inf:
+    if not 1.0 < factor <= 1000:
         raise ValueError(
-            f"yarn = {factor}; allowed is a factor above 1, such as 4 for Qwen3 at 131072 positions"
+            f"yarn = {factor}; allowed is a factor above 1 and up to 1000, such as 4 for Qwen3's 131072"
         )
     rope = RopeConfig(config.rope.theta, "yarn", factor, trained_positions(config), yarn_scale(factor))
     return replace(config, rope=rope)

@@ -126,7 +126,7 @@ def report(r: dict, tally: Tally, cfg: SFIConfig, names: list[str]) -> str:
     n_slow = paint(n_slow, SLOW, sys.stderr) if fast else n_slow  # the colour that marks them in the text
     lines.append(f"steps: {fast} fast, {n_slow}" + f" ({slow})" * bool(slow))
     if fast:
-        visible, dense = tally.fast_visible / fast, tally.dense / steps
+        visible, dense = tally.fast_visible / fast, tally.fast_dense / fast
         lines[-1] += f"; a fast step reads {visible:,.0f} tokens of {dense:,.0f}, {visible / dense:.0%}"
     read, dense = r["kv_bytes_read"], r["kv_bytes_dense"]
     lines.append(
@@ -150,8 +150,9 @@ def cannot_pay(r: dict, cfg: SFIConfig) -> str | None:
         return f"everything fits into the memory of {memory:,} tokens: equal to dense decoding, no gain"
     if cfg.policy == "dense" or r["byte_speedup"] >= 1.1:
         return None
-    if fast < 2 * r["slow_steps"]:
-        return f"SFI cannot pay here: only {fast} of {steps} steps were fast; it gains from longer prompts"
+    if fast < 2 * r["slow_steps"] or fast < cfg.min_gap:
+        few = f"{fast} fast steps of {steps} do not repay choosing the memory"
+        return f"SFI cannot pay here: {few}; it gains from longer answers"
     read, dense = r["kv_bytes_read"], r["kv_bytes_dense"]
     share = dense / (dense + r["weight_bytes_read"])
     why = f"it read {read / dense:.0%} of the cache, which is {share:.0%} of what a dense step reads"

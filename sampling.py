@@ -24,7 +24,7 @@ class Sampling:
 
     def __post_init__(self):
         allowed = {
-            "temperature": (float, 0, float("inf"), "a finite number, 0 (the likeliest token) or more"),
+            "temperature": (float, 0, 1e9, "a number from 0 (the likeliest token) to 1e9"),
             "top_k": (int, 0, float("inf"), "a whole number, 0 (off) or more"),
             "top_p": (float, 0, 1, "a number from 0 to 1 (off)"),
             "min_p": (float, 0, 1, "a number from 0 (off) to 1"),
@@ -33,7 +33,7 @@ class Sampling:
         for name, (kind, low, high, text) in allowed.items():
             value = getattr(self, name)
             number = type(value) is int or (kind is float and type(value) is float)
-            if not number or not low <= value <= high or value == float("inf"):
+            if not number or not low <= value <= high:
                 raise ValueError(f"{name} = {value!r}; allowed is {text}")
 
     @classmethod
@@ -51,11 +51,11 @@ class Sampling:
                 raise ValueError(f"generation_config.json: {e}") from None
         given = {name: value for name, value in given.items() if value is not None}
         made = cls(**own | given)
-        if filters := [f"{name} = {given[name]}" for name in names[1:] if name in given]:
-            if made.temperature == 0:
-                raise ValueError(
-                    f"{filters[0]} at temperature 0, which is greedy; give a temperature above 0"
-                )
+        off = lambda name: given.get(name, getattr(GREEDY, name)) == getattr(GREEDY, name)
+        for name in names[1:]:
+            if made.temperature == 0 and not off(name):
+                what = f"{name} = {given[name]} at temperature 0, which is greedy"
+                raise ValueError(f"{what}; give a temperature above 0")
         return made
 
     def __str__(self):

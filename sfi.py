@@ -27,7 +27,6 @@ from selector import FUSIONS, STEPS, select
 POLICIES = ("sentence", "fixed", "never", "window", "dense")
 SELECTORS = ("span", "paper")
 SLOW_REASONS = ("dense", "short", "first", "sentence", "interval")
-NOT_FINITE = "try dtype float32 where it is another, or fetch the checkpoint again"
 
 
 def option(default, help, choices=None):
@@ -92,9 +91,10 @@ class SFIConfig:
         """Slots of the compact memory for up to max_length tokens, new_tokens of them generated."""
         if self.policy == "dense":
             return 0
-        growth = new_tokens if self.policy == "never" else self.max_interval
+        most = lambda n: min(n, max_length)  # whatever is asked for, there are no more tokens
+        growth = new_tokens if self.policy == "never" else most(self.max_interval)
         selected = min(self.budget, self.candidates(max_length))
-        slots = self.n_sink + selected + self.n_recent + self.align - 1 + growth
+        slots = most(self.n_sink) + selected + most(self.n_recent) + self.align - 1 + growth
         return -(-slots // self.align) * self.align
 
 
@@ -350,14 +350,18 @@ class Engine:
 
         positions = position.clamp_min(0)[:, None] + torch.arange(T, device=device)  # (B', T)
         forward = lambda: self.model(tokens.to(device), positions, attention)[:, -1]
-        logits = forward()  # (B', V)
-        if not logits.isfinite().all():
+        try:
+            logits = forward()  # (B', V)
+            finite = logits.isfinite().all()
+        except FloatingPointError:
+            finite = False
+        if not finite:
             raise ValueError(self._not_finite(forward))
         return logits, [self._finish(row, part) for row, part in zip(rows, parts, strict=True)]
 
     def _not_finite(self, forward) -> str:
-        """What to say of logits with a NaN or an infinity: the first layer that gives one, found by running
-        the same pass again.
+        """What to say of a pass that gave a NaN or an infinity: where it came up first, found by running the
+        same pass again.
         """
         found = []
 
@@ -366,15 +370,16 @@ class Engine:
                 found.append(f"layer {block.self_attn.layer}")
 
         hooks = [block.register_forward_hook(look) for block in self.model.model["layers"]]
-        forward()
+        try:
+            forward()
+            found.append("the output head")
+        except FloatingPointError as e:
+            found.append(str(e))
         for hook in hooks:
             hook.remove()
-        where = (found or ["the output head"])[0]
-        return f"{where} in {self._dtype}: its output is not finite; {NOT_FINITE}"
-
-    @property
-    def _dtype(self) -> str:
-        return str(self.model.dtype).removeprefix("torch.")
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        advice = "try dtype float32 where it is another, or fetch the checkpoint again"
+        return f"{found[0]} gives values that are not finite, in {dtype}; {advice}"
 
     def _refresh(self, b, layer, length, scores):
         """Choose and copy the memory of one row and layer at `length` tokens; scores (K, R, length)."""
@@ -385,8 +390,7 @@ class Engine:
         if cfg.budget:
             evidence = scores[..., low:high]
             if not evidence.sum().isfinite():
-                what = "its attention scores are not finite"
-                raise ValueError(f"layer {layer} in {self._dtype}: {what}; {NOT_FINITE}")
+                raise FloatingPointError(f"the attention of layer {layer}")
             slots = self.ops.select(evidence, norm[:, low:high], cfg.budget, cfg)  # (K, N)
         self.ops.rebuild(K, V, slots, self.cap, low, high, length)
         if self.observe:
@@ -477,6 +481,7 @@ class Tally:
     reasons: Counter = field(default_factory=Counter)  # row-steps by reason, "fast" among them
     visible: int = 0  # tokens attended to, summed over row-steps
     fast_visible: int = 0  # the same over fast row-steps alone
+    fast_dense: int = 0  # what dense decoding would have attended to in those
     dense: int = 0  # tokens that dense decoding would have attended to
     copied: int = 0  # tokens copied by refreshes, the prefill's included
 
@@ -487,8 +492,10 @@ class Tally:
             if part.reason not in ("prefill", "ended"):
                 self.reasons[part.reason] += 1
                 self.visible += part.visible
-                self.fast_visible += part.visible if part.reason == "fast" else 0
                 self.dense += part.length
+                if part.reason == "fast":
+                    self.fast_visible += part.visible
+                    self.fast_dense += part.length
 
     @property
     def fast(self) -> int:

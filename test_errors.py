@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 import checks
 import generate
 import sfi
-from conftest import SMALL, byte_tokenizer, edit_config, run
+from conftest import HERE, SMALL, byte_tokenizer, command, edit_config, run
 from model import ModelConfig, read_json
 from sampling import Sampling
 from sfi import SFIConfig, cache_bytes
@@ -25,6 +26,7 @@ FILES = {
     "bom.txt": b"\xef\xbb\xbf",
     "utf16.txt": "hello".encode("utf-16"),
     "a.jsonl": b"{}",
+    "mark.txt": "\ufdd0".encode(),  # dropped, see text.BREAK
     "latin.txt": b"caf\xe9",
     "long.txt": b"a " * 1500,
     "ok.txt": b"hello",
@@ -66,7 +68,7 @@ BAD_INPUTS = [  # CKPT is the tiny checkpoint, DIR/ a folder with FILES
     ("--ckpt CKPT --prompt DIR/ok.txt --max-new-tokens -1", "max_new_tokens = -1; allowed is 0 or more"),
     ("--ckpt CKPT --prompt DIR/ok.txt --yarn 0.5", "yarn = 0.5; allowed is a factor above 1"),
     ("--ckpt CKPT --prompt DIR/long.txt --yarn 1.5", "has 3000 positions: shorten the prompt"),
-    ("--temperature -1", "temperature = -1.0; allowed is a finite number, 0"),
+    ("--temperature -1", "temperature = -1.0; allowed is a number from 0"),
     ("--temperature nan", "temperature = nan; allowed is"),
     ("--top-k -1", "top_k = -1; allowed is a whole number, 0 (off) or more"),
     ("--top-p 1.5", "top_p = 1.5; allowed is a number from 0 to 1 (off)"),
@@ -74,12 +76,19 @@ BAD_INPUTS = [  # CKPT is the tiny checkpoint, DIR/ a folder with FILES
     ("--ckpt CKPT --prompt DIR/ok.txt --top-p 0.9", "top_p = 0.9 at temperature 0, which is greedy"),
     ("--seed -1", "seed = -1; allowed is a whole number"),
     ("--dtype int4", "invalid choice: 'int4'"),
+    ("--dense --policy window", "--dense with --policy window; give one of the two"),
+    (
+        "--ckpt CKPT --prompt DIR/ok.txt --yarn 1e308",
+        "yarn = 1e+308; allowed is a factor above 1 and up",
+    ),
+    ("--ckpt CKPT --prompt DIR/mark.txt --raw", "the prompt is empty; give at least one token"),
     ("--device cuda", "PyTorch sees no CUDA device here; use --device cpu"),
     ("--trace DIR/steps.txt", "allowed is a file name that ends in .jsonl"),
     ("--trace DIR/none/steps.jsonl", "there is no folder DIR/none; make it first"),
-    ("--trace DIR/folder.jsonl", "cannot be written; give another file name"),
+    ("--trace DIR/folder.jsonl", "cannot be written (is a directory); give another file name"),
     ("--prompt DIR/a.jsonl --trace DIR/a.jsonl", "is a --prompt too"),
     ("--plot DIR/memory.jpeg", "allowed is a file name that ends in .png or .svg or .pdf"),
+    ("--plot /proc/memory.png", "cannot be written ("),
     ("--plot DIR/ok.txt/memory.png", "there is no folder DIR/ok.txt"),
 ]
 
@@ -98,6 +107,37 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, folder, tmp_path, monkeyp
     assert inside(message) in err and err.startswith("generate.py: error: ")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == FILES
     assert len(list(tmp_path.iterdir())) == len(FILES) + 1
+
+
+def test_an_argument_of_two_lines_is_one_line_of_error(capsys):
+    _, err, code = run(capsys, "a\nb")
+    assert code == 2 and err == "generate.py: error: unrecognized arguments: a b; see --help\n"
+
+
+def test_outputs_are_found_out_before_the_run(capsys, folder, prompt_file, tmp_path, monkeypatch):
+    """A link to nowhere, standard input redirected from the file, matplotlib not installed."""
+    monkeypatch.setattr(generate, "load", lambda *a: pytest.fail("the weights were loaded"))
+    argv = ["--ckpt", folder, "--prompt"]
+    (tmp_path / "link.png").symlink_to(tmp_path / "none" / "x.png")
+    assert "cannot be written" in run(capsys, *argv, prompt_file, "--plot", tmp_path / "link.png")[1]
+    assert (tmp_path / "link.png").is_symlink()
+    trace = tmp_path / "steps.jsonl"
+    trace.write_text("a text")
+    line = command(*argv, "-", "--trace", trace)
+    done = subprocess.run(f"{line} < {trace}", shell=True, capture_output=True, cwd=HERE)
+    assert done.returncode == 2 and b"is a --prompt too" in done.stderr and trace.read_text() == "a text"
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    assert "--plot needs matplotlib; pip" in run(capsys, *argv, prompt_file, "--plot", tmp_path / "m.png")[1]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
+def test_closed_standard_streams(folder, prompt_file, closed):
+    name = "-" if closed == "<&-" else prompt_file
+    line = command("--ckpt", folder, "--prompt", name, *SMALL)
+    done = subprocess.run(f"{line} {closed}", shell=True, capture_output=True, cwd=HERE)
+    assert b"Traceback" not in done.stderr and done.returncode == (2 if closed == "<&-" else 0)
+    assert (b"standard input is closed" in done.stderr) == (closed == "<&-")
+    assert bool(done.stdout) == (closed == "2>&-")
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def test_defaults_come_from_generation_config():
         own | {"do_sample": None},
     ):
         assert Sampling.of(greedy) == GREEDY
+    assert Sampling.of({}, top_k=0, top_p=1.0, min_p=0.0) == GREEDY  # off is no filter
     assert Sampling.of({}, temperature=0.7, top_p=0.9) == Sampling(0.7, top_p=0.9)
 
 
@@ -132,7 +133,11 @@ def test_noise_depends_on_seed_row_and_position_alone():
 @pytest.mark.parametrize(
     "setting, message",
     [
-        (dict(temperature=-0.1), "temperature = -0.1; allowed is a finite number, 0"),
+        (
+            dict(temperature=-0.1),
+            "temperature = -0.1; allowed is a number from 0 (the likeliest token) to 1e9",
+        ),
+        (dict(temperature=1e10), "temperature = 10000000000.0; allowed"),
         (dict(temperature=float("nan")), "temperature = nan"),
         (dict(temperature=float("inf")), "temperature = inf"),
         (dict(temperature=True), "temperature = True"),

@@ -114,6 +114,8 @@ def test_capacity_and_bytes(tiny):
     assert replace(c, policy="never").capacity(100_000, 500) == -(-(4 + 1536 + 256 + 15 + 500) // 16) * 16
     assert replace(c, policy="window").capacity(100_000, 500) == -(-(4 + 256 + 15 + 64) // 16) * 16
     assert replace(c, policy="dense").capacity(100_000, 500) == 0
+    huge = replace(c, n_sink=10**9, n_recent=10**9, max_interval=10**9)  # no text has so many tokens
+    assert huge.capacity(1000, 500) <= 3 * 1000 + 2 * c.align
     engine = Engine(tiny, SMALL, token_text, batch=2, max_length=90, new_tokens=20)
     held = engine.cache.k.nbytes + engine.cache.v.nbytes + engine.key_norm.nbytes
     assert held == cache_bytes(tiny.config, SMALL, batch=2, max_length=90, new_tokens=20, dtype=torch.float32)
@@ -454,6 +456,10 @@ def test_counts_bytes_and_ends(tiny):
     assert tally.fast + tally.slow == 29 == len(tokens[0]) - 1
     assert tally.dense == sum(range(61, 90))
     assert tally.visible == sum(p.visible for (p,) in parts[1:])
+    fast = [p for (p,) in parts[1:] if p.reason == "fast"]
+    assert (
+        tally.fast_visible == sum(p.visible for p in fast) < tally.fast_dense == sum(p.length for p in fast)
+    )
     assert tally.copied == sum(p.copied for (p,) in parts) > parts[0][0].copied > 0
     first = tokens[0][4]
     stopped, _ = run(tiny, SMALL, [prompt(60)], 30, stop_ids={first})
@@ -566,7 +572,7 @@ def test_scores_that_are_not_finite_are_named(tiny):
     broken = copy.deepcopy(tiny)
     broken.model["layers"][0].self_attn.k_norm.weight.fill_(float("nan"))
     with pytest.raises(
-        ValueError, match="layer 0 in float32: its attention scores are not finite; try dtype float32 where"
+        ValueError, match="^the attention of layer 0 gives values that are not finite, in float32; try dtype"
     ):
         Engine(broken, SMALL, token_text, max_length=60, new_tokens=5).prefill(0, prompt(55))
 
@@ -588,9 +594,11 @@ def test_logits_that_are_not_finite_are_an_error_not_token_0(tiny, part, where, 
     engine.prefill(0, prompt(20))
     part(broken.model)[3] = float(value)
     for run in (lambda: engine.step([5]), lambda: engine.prefill(0, prompt(7))):
-        with pytest.raises(ValueError, match=f"^{where} in bfloat16: its output is not finite; try dtype"):
+        with pytest.raises(
+            ValueError, match=f"^{where} gives values that are not finite, in bfloat16; try dtype"
+        ):
             run()
-    with pytest.raises(ValueError, match=f"^{where} in bfloat16"):
+    with pytest.raises(ValueError, match=f"^{where} gives"):
         list(
             decode(Engine(broken, SMALL, token_text, max_length=9, new_tokens=2), [[1, 2]], max_new_tokens=2)
         )

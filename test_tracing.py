@@ -117,6 +117,31 @@ def test_picture_is_the_share_of_layers_and_heads_that_hold_a_position(tiny):
     assert slow == [i for i, (r,) in enumerate(records) if r["mass"] is not None]
 
 
+def assert_drawn(trace, folder):
+    """No warning, a PNG, and panels that fill their share of it."""
+    drawn = plot(trace, ["cost_$5_^{6$"] * len(trace.rows), folder / "memory.png")
+    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+    panels = [ax.get_position() for ax in drawn.axes[: 2 * len(trace.rows)]]
+    for top, below in zip(panels[::2], panels[1::2], strict=True):
+        assert top.width > 0.6 and below.width > 0.6
+        assert len(trace.rows) * top.height > 0.5 and len(trace.rows) * below.height > 0.1
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["日本.txt", "cost_$5_^{6$.txt", "byte\udcff.txt"])
+def test_any_file_name_may_stand_in_the_picture(tiny, name, tmp_path):
+    trace, *_ = traced(tiny, SMALL, [prompt(60)], 4)
+    plot(trace, [name], tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 5000
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_picture_of_long_and_short_rows_and_of_no_steps(tiny, tmp_path):
+    assert_drawn(traced(tiny, SMALL, [prompt(60), prompt(5), prompt(3)], 12)[0], tmp_path)
+    assert_drawn(traced(tiny, SMALL, [prompt(60)], 0)[0], tmp_path)
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "cfg",
     [
@@ -139,8 +164,7 @@ def test_policies_without_a_selection(tiny, cfg, tmp_path):
         assert known == ({"prefill"} if cfg.policy == "window" else set())
     if cfg.policy == "dense":
         assert all(torch.equal(c[:60], torch.ones(60)) for c in trace.rows[0].columns)
-    plot(trace, ["a text"], tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert_drawn(trace, tmp_path)
 
 
 def test_long_texts_are_averaged_into_bins(tiny, tmp_path):

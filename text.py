@@ -21,6 +21,7 @@ from model import read_json
 # Stands inside a text where two neighbours must not become one token.  Unicode keeps this code point for such
 # use inside programs; in a text from outside it means nothing and is dropped.
 BREAK = "\ufdd0"
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # how tokenizers with byte fallback name a byte
 
 
 class Text:
@@ -102,8 +103,14 @@ class Text:
         """
         if special:
             return self.tokenizer.encode(text.replace(BREAK, "")).ids
-        pieces = [self.tokenizer.encode(piece, add_special_tokens=False).ids for piece in text.split(BREAK)]
-        return [i for ids in pieces for i in ids]
+        plain = lambda piece: self.tokenizer.encode(piece, add_special_tokens=False).ids
+        first, *others = text.split(BREAK)
+        ids, newline = plain(first), plain("\n")
+        for piece in others:  # behind a newline, because some tokenizers put a space before whatever begins
+            inside = plain("\n" + piece)
+            whole = inside[: len(newline)] == newline
+            ids += inside[len(newline) :] if whole else plain(piece)
+        return ids
 
     def chat(self, content: str, system: str | None = None, thinking=True) -> str:
         """One user message as the checkpoint's chat template writes it, ready to be encoded and answered.
@@ -115,17 +122,18 @@ class Text:
             raise ValueError("the checkpoint has no chat template; use --raw to feed the text as it is")
         facts = {key: self._named(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
         facts = {key: token for key, token in facts.items() if token is not None}
+        facts |= dict(add_generation_prompt=True, tools=None, documents=None)
         if not thinking:
             facts["enable_thinking"] = False
-        messages = [{"role": "user", "content": self.quote(content)}]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": self.quote(system)})
+        message = lambda role, text: {"role": role, "content": self.quote(text)}
+        messages = [] if system is None else [message("system", system)]
+        messages.append(message("user", content))
         try:
             env = template_environment()
             known = meta.find_undeclared_variables(env.parse(self.template))
-            made = env.from_string(self.template).render(
-                messages=messages, add_generation_prompt=True, **facts
-            )
+            render = env.from_string(self.template).render
+            made = render(messages=messages, **facts)
+            ignored = system is not None and made == render(messages=messages[1:], **facts)
         except Exception as e:  # a template is a program, and fails like one
             reason = " ".join(str(e).split())
             raise ValueError(
@@ -133,7 +141,7 @@ class Text:
             ) from None
         if not thinking and "enable_thinking" not in known:
             raise ValueError("the checkpoint's chat template has no thinking to turn off; drop --no-thinking")
-        if system is not None and self.quote(system).strip() not in made:
+        if ignored:
             raise ValueError("the checkpoint's chat template has no place for a system text; drop --system")
         return made
 
@@ -166,17 +174,19 @@ class Stream:
     """Turns tokens into text as they come, holding back a character until all of its bytes are there."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.stream, self.ids, self.text = (
-            tokenizer,
-            DecodeStream(skip_special_tokens=True),
-            [],
-            "",
-        )
+        self.tokenizer, self.stream = tokenizer, DecodeStream(skip_special_tokens=True)
+        self.special = {i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+        self.ids, self.held, self.text = [], [], ""
 
     def push(self, token: int) -> str:
         """The text that `token` completes; "" if none."""
+        if token in self.special:
+            return ""
         self.ids.append(token)
-        piece = self.stream.step(self.tokenizer, token) or ""
+        self.held.append(token)
+        if BYTE.fullmatch(self.tokenizer.id_to_token(token) or ""):
+            return ""  # a run of byte tokens is decoded as a whole
+        piece, self.held = self.stream.step(self.tokenizer, self.held) or "", []
         self.text += piece
         return piece
 

@@ -5,6 +5,7 @@ dicts, one for each row, which `generate.py --trace` writes as JSON lines.  `plo
 before: `sfi.py`.
 """
 
+import warnings
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -126,7 +127,10 @@ def attention(scores, n_queries: int):
 
 
 def plot(trace: Trace, names: list[str], path):
-    """Draw, a pair of panels a row: what the memory held at every step, and the attention mass it covered."""
+    """Draw, a pair of panels a row: what the memory held at every step, and the attention mass it covered.
+
+    Returns the figure, as it was written to `path`.
+    """
     from matplotlib.figure import Figure
 
     n = len(trace.rows)
@@ -135,7 +139,15 @@ def plot(trace: Trace, names: list[str], path):
     for row, name, top, below in zip(trace.rows, names, axes[::2], axes[1::2], strict=True):
         _draw_memory(top, row, trace, name)
         _draw_mass(below, row, top.get_xlim())
-    figure.savefig(path, dpi=150)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a name in a script that the font lacks
+        figure.savefig(path, dpi=150)
+    return figure
+
+
+def printable(name: str) -> str:
+    """A file name, with a mark for each byte that is no text."""
+    return name.encode("utf-8", "replace").decode("utf-8")
 
 
 def _draw_memory(ax, row: Watched, trace: Trace, name: str):
@@ -152,11 +164,13 @@ def _draw_memory(ax, row: Watched, trace: Trace, name: str):
         interpolation="nearest",
     )
     ax.set_ylim(0, max(row.length, 1))
-    ax.set_title(f"{name}: what the memory holds, step by step", loc="left")
+    ax.set_title(f"{printable(name)}: what the memory holds, step by step", loc="left", parse_math=False)
     ax.set_ylabel("position in the text")
     ax.tick_params(labelbottom=False)
     slow = [x for x, *_ in row.slow]
-    ax.plot(slow, [1.0] * len(slow), "v", color="C1", ms=6, clip_on=False, transform=ax.get_xaxis_transform())
+    if slow:  # an empty plot that is not clipped spoils the layout
+        at_top = dict(clip_on=False, transform=ax.get_xaxis_transform())
+        ax.plot(slow, [1.0] * len(slow), "v", color="C1", ms=6, **at_top)
     ticks = [0, 0.05, 0.25, 0.5, 1]
     bar = ax.figure.colorbar(drawn, ax=ax, pad=0.01, ticks=[t**0.5 for t in ticks])
     bar.set_ticklabels([f"{t:.0%}" for t in ticks])
