@@ -151,7 +151,7 @@ def cannot_pay(r: dict, cfg: SFIConfig) -> str | None:
     if cfg.policy == "dense" or r["byte_speedup"] >= 1.1:
         return None
     if fast < 2 * r["slow_steps"] or fast < cfg.min_gap:
-        few = f"{fast} fast steps of {steps} do not repay choosing the memory"
+        few = f"{fast} of {steps} steps were fast, which does not repay choosing the memory"
         return f"SFI cannot pay here: {few}; it gains from longer answers"
     read, dense = r["kv_bytes_read"], r["kv_bytes_dense"]
     share = dense / (dense + r["weight_bytes_read"])
