@@ -429,7 +429,8 @@ def attend_and_score(q, K, V, block=2048):
     The scores are needed anyway at a slow step, so the output is made from them.  In blocks: what a product
     reads, widened to fp32 where it is narrower, then comes from the processor's cache.
     """
-    q, wide = q.float(), lambda x: x if x.dtype == torch.float32 else x.float()
+    q, room = q.float(), torch.empty((K.shape[0], block, K.shape[2]), device=K.device)
+    wide = lambda x: x if x.dtype == torch.float32 else room[:, : x.shape[1]].copy_(x)
     s = torch.cat([wide(keys) @ q.transpose(1, 2) for keys in K.split(block, dim=1)], dim=1)  # (K, n, G)
     s = s.transpose(1, 2).contiguous() * K.shape[-1] ** -0.5  # (K, G, n)
     p, out = s.softmax(-1), torch.zeros_like(q)

@@ -70,7 +70,7 @@ def paper(log_p, key_norm, steps=STEPS, fusion="arithmetic"):
 def power_mean(log_p, alpha):
     """log f (K, M): f = (mean_r p_r^alpha)^(1/alpha), renormalised; alpha = 1 is the mean."""
     log_f = (torch.logsumexp(alpha * log_p, dim=1) - math.log(log_p.shape[1])) / alpha
-    return log_f.log_softmax(-1)
+    return log_f if alpha == 1 else log_f.log_softmax(-1)
 
 
 def structural_prior(key_norm):
