@@ -15,7 +15,7 @@ may be replaced by faster twins. Letters: see `model.py`.  Positions are absolut
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
@@ -279,7 +279,7 @@ class Engine:
             piece = tokens[i * len(tokens) // pieces : (i + 1) * len(tokens) // pieces]
             length = row.length + len(piece)
             part = Part("prefill", self.cap, length, length, refresh=refresh and i == pieces - 1)
-            logits, (part,) = self._run(b, torch.tensor([piece]), [part])
+            logits, part = self._run(b, [piece], [part])[:, -1], self._finish(row, part)
             progress(len(piece))
         row.armed, row.since = "no", 0
         return logits, part
@@ -295,7 +295,34 @@ class Engine:
                     f"row {b}'s memory is full; the engine was made for {self.new_tokens} new tokens"
                 )
         parts = [Part() if token is None else self._plan(b, token) for b, token in enumerate(tokens)]
-        return self._run(0, torch.tensor([[token or 0] for token in tokens]), parts)
+        logits = self._run(0, [[token or 0] for token in tokens], parts)[:, -1]
+        return logits, [self._finish(row, part) for row, part in zip(self.rows, parts, strict=True)]
+
+    def force(self, b: int, tokens: list[int]):
+        """Feed given tokens to row b, as `step` would one by one, but a run of fast steps in one pass.
+
+        Yields (logits (n, V), n parts), pass by pass.
+        """
+        row, run = self.rows[b], []  # tokens and parts that wait for their pass
+        self._check_room(b, len(tokens))
+
+        def passed():
+            fed, parts = zip(*run, strict=True)
+            run.clear()
+            whole = parts[-1]._replace(memory=parts[0].memory)
+            return self._run(b, [fed], [whole], n_logits=len(fed))[0], parts
+
+        for token in tokens:
+            if run and self.cfg.policy == "window" and row.since >= self.cfg.max_interval:
+                yield passed()  # before planning the next, which copies from the cache
+            part = self._plan(b, token)
+            if run and (part.refresh or part.reason != run[-1][1].reason):
+                yield passed()
+            run.append((token, self._finish(row, part)))
+            if part.refresh:
+                yield passed()
+        if run:
+            yield passed()
 
     def _check_room(self, b, n):
         if n < 1:
@@ -326,11 +353,13 @@ class Engine:
             return Part(reason, self.cap, length, length, refresh=reason not in ("dense", "short"))
         return Part("fast", 0, row.memory + 1, length, memory=row.memory, copied=copied)
 
-    def _run(self, first: int, tokens, parts: list[Part]):
-        """One forward pass: tokens (B', T) for rows first .. first + B' - 1.  Returns logits and parts."""
-        rows, T = self.rows[first : first + len(parts)], tokens.shape[1]
-        cached = slice(first, first + len(parts))
-        device = self.model.device
+    def _run(self, first: int, tokens, parts: list[Part], n_logits=1):
+        """One forward pass: tokens (B', T) for rows first .. first + B' - 1.  Returns the last n_logits
+        logits (B', n_logits, V); the rows' state is the caller's business.
+        """
+        cached, device = slice(first, first + len(parts)), self.model.device
+        tokens = torch.tensor(tokens, device=device)
+        T = tokens.shape[1]
         first_new = [-1 if p.reason == "ended" else p.length - T for p in parts]
         position = torch.tensor(first_new, device=device)
         start, length, memory = torch.tensor(
@@ -349,15 +378,15 @@ class Engine:
             return out
 
         positions = position.clamp_min(0)[:, None] + torch.arange(T, device=device)  # (B', T)
-        forward = lambda: self.model(tokens.to(device), positions, attention)[:, -1]
+        forward = lambda: self.model(tokens, positions, attention, n_logits)
         try:
-            logits = forward()  # (B', V)
+            logits = forward()  # (B', n_logits, V)
             finite = logits.isfinite().all()
         except FloatingPointError:
             finite = False
         if not finite:
             raise ValueError(self._not_finite(forward))
-        return logits, [self._finish(row, part) for row, part in zip(rows, parts, strict=True)]
+        return logits
 
     def _not_finite(self, forward) -> str:
         """What to say of a pass that gave a NaN or an infinity: where it came up first, found by running the
@@ -411,17 +440,13 @@ class Engine:
         parts = [
             Part("dense", self.cap, n, row.length + 1) for n, row in zip(lengths, self.rows, strict=True)
         ]
-        rows, self.rows = self.rows, [replace(row) for row in self.rows]
-        try:
-            self._run(0, torch.zeros((len(rows), 1), dtype=torch.int64), parts)
-        finally:
-            self.rows = rows
+        self._run(0, [[0]] * len(parts), parts)
 
     def _memory_size(self, length: int) -> int:
         return self.cfg.n_sink + self.cfg.budget + length - self.cfg.recent_start(length)
 
     def _finish(self, row: Row, part: Part) -> Part:
-        """Book a finished pass into the row's state."""
+        """Book a pass into the row's state."""
         if part.reason == "ended":
             return part
         row.length = part.length

@@ -382,6 +382,26 @@ def test_engine_equals_naive_simulation(tiny, name, n):
         assert set(naive.reasons) == kinds.get(cfg.policy, {"fast", "sentence", "interval"})
 
 
+@pytest.mark.parametrize("n", [21, 60])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_forced_tokens_in_few_passes_equal_steps(tiny, name, n):
+    """Logits, parts and what comes after, at any split into calls."""
+    cfg, fed = CONFIGS[name], prompt(60, seed=1)
+    stepped, forced = (Engine(tiny, cfg, token_text, max_length=n + 61, new_tokens=61) for _ in range(2))
+    for engine in (stepped, forced):
+        for buffer in (engine.cache.k, engine.cache.v, engine.key_norm):
+            buffer.fill_(float("nan"))
+        engine.prefill(0, prompt(n))
+    want = [stepped.step([token]) for token in fed]
+    passes = [*forced.force(0, fed[:17]), *forced.force(0, fed[17:18]), *forced.force(0, fed[18:])]
+    logits, parts = torch.cat([x for x, _ in passes]), [p for _, parts in passes for p in parts]
+    torch.testing.assert_close(logits, torch.cat([x for x, _ in want]), atol=1e-4, rtol=0)
+    assert parts == [p for _, (p,) in want] and forced.rows == stepped.rows
+    if name != "one-by-one":
+        assert len(passes) < 50
+    torch.testing.assert_close(forced.step([5])[0], stepped.step([5])[0], atol=1e-4, rtol=0)
+
+
 def test_sentence_start_inside_the_gap_is_dropped_not_postponed(tiny):
     """Tokens 2, 3 are ".", " Then"; the start fires at since = 2 < min_gap = 3, and nothing is made up for
     later.
