@@ -1,0 +1,364 @@
+"""Quality: what Slow-Fast Inference keeps of dense decoding, on a real model.
+
+    python eval.py --task continue keys --samples 100 --share 0.125
+
+Every prompt is prefilled once; each row of the comparison, a policy with a selector at one budget, continues
+from a copy of that cache.  The budget is the share of the context that a fast step sees right after the
+prefill. Prints a table and one JSON line last; Ctrl-C stops early and reports the samples done.  Read before:
+`sfi.py`.
+"""
+
+import json
+import math
+import random
+import re
+import string
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import checkpoints
+import story
+from generate import Parser
+from model import DTYPES, ModelConfig, load, read_json
+from selector import STEPS
+from sfi import Engine, SFIConfig
+from text import Text
+from tracing import Trace
+
+DENSE = SFIConfig(policy="dense")
+TAIL = 32  # tokens of the prompt that every row prefills itself: the evidence, and the refresh
+TASKS = ("continue", "keys", "several", "lookup", "free")
+SELECTORS = {  # of policy sentence; every other policy selects with `span`
+    "span": {},
+    "paper": dict(selector="paper"),
+    "mean": dict(selector="paper", paper_steps=()),
+    "paper geometric": dict(selector="paper", fusion="geometric"),
+    **{
+        f"paper without {step}": dict(selector="paper", paper_steps=tuple(s for s in STEPS if s != step))
+        for step in STEPS
+    },
+}
+
+
+@dataclass
+class Row:
+    """One line of the table: its configuration and its samples' scores, by metric."""
+
+    policy: str
+    selector: str
+    cfg: SFIConfig
+    scores: dict
+
+
+def rows(policies, selectors, context: int, share: float, base: SFIConfig) -> list[Row]:
+    """Dense first; then all policies and selectors at the same number of visible tokens."""
+    visible, recent = round(share * context), 64 if share <= 0.125 else 128
+    n_select = visible - recent - base.n_sink
+    if n_select < 1:
+        raise ValueError(
+            f"--share {share} of {context} tokens leaves {n_select} to select; allowed is 1 or more"
+        )
+    cfg = replace(base, n_select=n_select, n_recent=recent)
+    made = [Row("dense", "", DENSE, {})]
+    for policy in policies:
+        if policy == "window":
+            made.append(Row(policy, "", replace(cfg, policy=policy, n_recent=recent + n_select), {}))
+        for name in selectors if policy == "sentence" else ["span"] * (policy in ("fixed", "never")):
+            made.append(Row(policy, name, replace(cfg, policy=policy, **SELECTORS[name]), {}))
+    return made
+
+
+def filler(rng: random.Random, text: Text, tokens: int) -> list[str]:
+    """Paragraphs of the built-in text, another every time, of about so many tokens."""
+    paragraphs = story.story(seed=rng.randrange(10**6), paragraphs=tokens // 70).split("\n\n")
+    lengths = [len(text.encode(p)) + 1 for p in paragraphs]
+    while sum(lengths) > tokens:
+        lengths.pop()
+        paragraphs.pop()
+    return paragraphs
+
+
+def needle(task: str, rng: random.Random, text: Text, tokens: int):
+    """(prompt ids, answer) of a retrieval task: digits hidden in prose, at a random depth."""
+    digits = lambda: "".join(rng.choice("0123456789") for _ in range(5))
+    if task in ("keys", "free"):
+        facts = [(f"The pass key is {(key := digits())}. Remember it. {key} is the pass key.", key)]
+        question, start = "What is the pass key?", "The pass key is"
+    else:
+        several = task == "several"
+        what, names, count = ("pass key of", story.PLACES, 4) if several else ("number of", story.NAMES, 16)
+        subjects = rng.sample(names, count)
+        facts = [(f"The {what} {subject} is {(key := digits())}.", key) for subject in subjects]
+        question, start = f"What is the {what} {subjects[0]}?", f"The {what} {subjects[0]} is"
+    paragraphs = filler(rng, text, tokens - 80 - 25 * len(facts))
+    for fact, _ in facts:
+        paragraphs.insert(rng.randrange(len(paragraphs) + 1), fact)
+    ids = text.encode(text.chat("\n\n".join(paragraphs) + f"\n\n{question}"))
+    return (ids if task == "free" else ids + text.encode(f" {start}".lstrip())), facts[0][1]
+
+
+class Bench:
+    """The model, and what one prompt's rows share."""
+
+    def __init__(self, model, text: Text, new: int):
+        self.model, self.text, self.new = model, text, new
+
+    def prefill(self, ids: list[int]):
+        sizes = dict(max_length=len(ids) + self.new, new_tokens=self.new)
+        self.base = Engine(self.model, DENSE, self.text.token_text, **sizes)
+        self.base.prefill(0, ids[:-TAIL])
+        self.tail = ids[-TAIL:]
+
+    def start(self, cfg: SFIConfig, observe=None):
+        """An engine of the row's configuration at the prompt's end, and its logits (1, V)."""
+        engine = self.base.fork(cfg)
+        engine.observe = observe
+        return engine, engine.prefill(0, self.tail)[0]
+
+    def greedy(self, cfg: SFIConfig, new: int) -> list[int]:
+        engine, logits = self.start(cfg)
+        out = [logits.argmax().item()]
+        while len(out) < new and out[-1] not in self.text.stop_ids:
+            out.append(engine.step(out[-1:])[0].argmax().item())
+        return out
+
+    def forced(self, cfg: SFIConfig, tokens: list[int]):
+        """Log-probabilities (T, V) of forced tokens, slow steps, and the mass that old memories covered."""
+        trace = Trace(self.model.config, cfg, self.text.token_text, 1, self.base.max_length)
+        engine, first = self.start(cfg, trace.refreshed)
+        logits, slow = [first], 0
+        for some, parts in engine.force(0, tokens[:-1]):
+            logits.append(some)
+            slow += sum(part.refresh for part in parts)
+        covered = trace.rows[0].found.get("mass_before")
+        return torch.cat(logits).log_softmax(-1), slow, float(np.mean(covered)) if covered else math.nan
+
+
+def continue_sample(bench: Bench, table: list[Row], ids: list[int], new: int):
+    """Forced continuation: KL to dense, top-1 agreement, NLL lost, attention mass kept by old memories."""
+    bench.prefill(ids[:-new])
+    tokens, slow_steps = ids[-new:], 0
+    target = torch.tensor(tokens)[:, None]
+    for row in table:
+        cfg = row.cfg
+        if cfg.policy == "fixed":  # as many slow steps as the sentence trigger made
+            cfg = replace(cfg, max_interval=(new - 1) // (slow_steps + 1), min_gap=0)
+        log_p, slow, mass = bench.forced(cfg, tokens)
+        slow_steps = slow if row.policy == "sentence" else slow_steps
+        if row.policy == "dense":
+            dense = log_p
+        nll = lambda x: -x.gather(1, target).mean().item()
+        found = {
+            "kl": (dense.exp() * (dense - log_p)).sum(-1).mean().item(),
+            "top1": (dense.argmax(-1) == log_p.argmax(-1)).float().mean().item(),
+            "nll_lost": nll(log_p) - nll(dense),
+            "mass": mass,
+            "slow": slow,
+        }
+        for name, value in found.items():
+            row.scores.setdefault(name, []).append(value)
+
+
+def needle_sample(bench: Bench, table: list[Row], ids: list[int], answer: str, free: bool):
+    """Whether the answer is found; in free generation also where the text first differs from dense's."""
+    bench.prefill(ids)
+    outs = [bench.greedy(row.cfg, 48 if free else 8) for row in table]
+    for row, out in zip(table, outs, strict=True):
+        text = re.sub(r"\s", "", bench.text.tokenizer.decode(out))
+        row.scores.setdefault("found", []).append(answer in text)
+        if free:  # the first row is dense
+            differ = (i for i, (a, b) in enumerate(zip(out, outs[0], strict=False)) if a != b)
+            row.scores.setdefault("same_tokens", []).append(next(differ, len(outs[0])))
+
+
+def file_sample(bench: Bench, table: list[Row], task: dict):
+    """A question of a file, answered freely: exact match and F1 over words, the best over its answers."""
+    ids = bench.text.encode(bench.text.chat(f"{task['context'].strip()}\n\n{task['question']}"))
+    bench.prefill(ids)
+    for row in table:
+        out = bench.text.tokenizer.decode(bench.greedy(row.cfg, 48))
+        row.scores.setdefault("f1", []).append(max(f1(out, a) for a in task["answers"]))
+        row.scores.setdefault("exact", []).append(max(words(out) == words(a) for a in task["answers"]))
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words without punctuation and articles, as SQuAD's metric takes them (arXiv 1606.05250)."""
+    plain = "".join(c for c in text.lower() if c not in string.punctuation)
+    return [word for word in plain.split() if word not in ("a", "an", "the")]
+
+
+def f1(got: str, want: str) -> float:
+    got, want = words(got), words(want)
+    common = sum((Counter(got) & Counter(want)).values())
+    return 2 * common / (len(got) + len(want)) if common else float(got == want)
+
+
+def interval(values) -> list[float]:
+    """95 % bootstrap interval of the mean, 2,000 resamples."""
+    values, rng = np.asarray(values, dtype=float), np.random.default_rng(0)
+    means = rng.choice(values, (2000, len(values))).mean(1)
+    return [round(float(x), 4) for x in np.percentile(means, [2.5, 97.5])]
+
+
+def summary(task: str, table: list[Row], context: int, share: float) -> list[dict]:
+    """A dict for each row and metric; diff: paired difference from the first row after dense."""
+    out = []
+    for row in table:
+        for metric, values in row.scores.items():
+            if np.isnan(values).any():
+                continue
+            other = table[min(1, len(table) - 1)].scores[metric]
+            diff = [a - b for a, b in zip(values, other, strict=True)]
+            out.append(
+                {
+                    "task": task,
+                    "context": context,
+                    "share": share,
+                    "policy": row.policy,
+                    "selector": row.selector,
+                    "n_select": None if row.policy == "dense" else row.cfg.budget,
+                    "metric": metric,
+                    "score": round(float(np.mean(values)), 4),
+                    "ci": interval(values),
+                    "diff": round(float(np.mean(diff)), 4),
+                    "diff_ci": interval(diff),
+                    "samples": len(values),
+                }
+            )
+    return out
+
+
+def show(results: list[dict], table: list[Row]):
+    metrics = [m for m in table[0].scores if any(r["metric"] == m for r in results)]
+    print(f"{'policy':10}{'selector':28}{'N':>6}" + "".join(f"{m:>26}" for m in metrics))
+    for row in table:
+        line = f"{row.policy:10}{row.selector:28}" + f"{'' if row.policy == 'dense' else row.cfg.budget:>6}"
+        for metric in metrics:
+            match = [r for r in results if (r["policy"], r["selector"]) == (row.policy, row.selector)]
+            match = [r for r in match if r["metric"] == metric]
+            cell = "{score:.3f} [{ci[0]:.3f}, {ci[1]:.3f}]".format(**match[0]) if match else "-"
+            line += f"{cell:>26}"
+        print(line)
+
+
+def check_trained(model, text: Text):
+    """ValueError for a model that knows nothing: quality of random weights means nothing."""
+    ids = text.encode(story.story())[:256]
+    engine = Engine(model, DENSE, text.token_text, max_length=256, new_tokens=0)
+    logits = torch.cat([some for some, _ in engine.force(0, ids)])[:-1]
+    nll = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])).item()
+    if nll > 0.7 * math.log(model.config.vocab_size):
+        raise ValueError(
+            f"the model predicts plain English at {nll:.1f} nats a token, no better than chance; "
+            "quality is measured on trained weights: give another --ckpt"
+        )
+
+
+def read_tasks(path: Path) -> list[dict]:
+    """The lines of a JSONL file of context, question and answers."""
+    tasks = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            task = json.loads(line)
+            if not all(isinstance(task.get(key), str) for key in ("context", "question")):
+                raise ValueError("context and question must be texts")
+            if not task.get("answers") or not all(isinstance(a, str) for a in task["answers"]):
+                raise ValueError("answers must be a list of texts")
+            tasks.append(task)
+        if not tasks:
+            raise ValueError("it is empty")
+    except (OSError, ValueError, AttributeError) as e:
+        raise ValueError(
+            f"--task {path}, line {len(tasks) + 1}: {e}; allowed is a JSON object a line, with context, "
+            "question, answers"
+        ) from None
+    return tasks
+
+
+def samples(task: str, text: Text, context: int, new: int, count: int, source: list[int], tasks: list[dict]):
+    """Arguments of each sample of a task, seeded by its number."""
+    for i in range(min(count, len(tasks)) if tasks else count):
+        rng = random.Random(f"{task} {i}")
+        if tasks:
+            yield (tasks[i],)
+        elif task == "continue":
+            if source:
+                start = rng.randrange(len(source) - context - new)
+                yield source[start : start + context + new], new
+            else:
+                long = "\n\n".join(filler(rng, text, context + new + 200))
+                yield text.encode(long)[: context + new], new
+        else:
+            yield *needle(task, rng, text, context), task == "free"
+
+
+def main(argv=None):
+    p = Parser("eval.py", "What Slow-Fast Inference keeps of dense decoding, on a real model.")
+    add = p.add_argument
+    add("--ckpt", default="smollm2", help="as for generate.py; trained weights")
+    add("--task", nargs="+", default=["continue", "keys"], help=f"{', '.join(TASKS)}, or a FILE.jsonl")
+    policies = ("sentence", "fixed", "never", "window")
+    add("--policy", nargs="+", choices=policies, default=policies, help="rows, beside dense")
+    add("--selector", nargs="+", choices=SELECTORS, default=["span", "paper"], help="rows of policy sentence")
+    add("--share", type=float, default=0.125, help="visible tokens / context right after the prefill")
+    add("--context", type=int, default=2048, metavar="N", help="tokens of a prompt, about")
+    add("--new", type=int, default=128, metavar="N", help="forced tokens of task continue")
+    add("--samples", type=int, default=100, metavar="N", help="prompts a task")
+    add("--min-gap", type=int, default=16, metavar="N", help="of the sentence trigger")
+    add("--text", type=Path, metavar="FILE", help="a long text for task continue; none: the built-in one")
+    add("--dtype", choices=DTYPES, default="float32", help="of weights and cache")
+    add("--out", type=Path, metavar="FILE", help="also write the results and every sample's scores here")
+    args = p.parse_args(argv)
+    try:
+        if args.samples < 1 or args.new < 2 or args.context < 512 or not 0 < args.share < 1:
+            raise ValueError(
+                "allowed are --samples 1, --new 2, --context 512 or more, --share between 0 and 1"
+            )
+        for task in args.task:
+            if task not in TASKS and not task.endswith(".jsonl"):
+                raise ValueError(f"--task {task}; allowed are {', '.join(TASKS)} or a FILE.jsonl")
+        base = SFIConfig(min_gap=args.min_gap, max_interval=max(64, args.min_gap))
+        tables = {t: rows(args.policy, args.selector, args.context, args.share, base) for t in args.task}
+        files = {t: read_tasks(Path(t)) for t in args.task if t not in TASKS}
+        folder = checkpoints.resolve(args.ckpt)
+        config, text = ModelConfig.from_dict(read_json(folder / "config.json")), Text(folder)
+        source = text.encode(args.text.read_text(encoding="utf-8-sig")) if args.text else []
+        if source and len(source) <= args.context + args.new:
+            raise ValueError(f"--text has {len(source)} tokens; give more than --context + --new")
+        model = load(folder, config, DTYPES[args.dtype])
+        check_trained(model, text)
+    except (ValueError, OSError) as e:
+        p.error(" ".join(str(e).split()))
+    results, raw = [], {}
+    for task, table in tables.items():
+        bench = Bench(model, text, max(args.new, 48))
+        run = {"continue": continue_sample}.get(task, needle_sample if task in TASKS else file_sample)
+        made = samples(task, text, args.context, args.new, args.samples, source, files.get(task, []))
+        try:
+            for sample in tqdm(made, total=args.samples, desc=task, disable=None):
+                run(bench, table, *sample)
+        except KeyboardInterrupt:
+            done = min(len(values) for row in table for values in row.scores.values() or [[]])
+            for row in table:
+                row.scores = {name: values[:done] for name, values in row.scores.items()}
+            print(f"{task}: stopped after {done} samples", file=sys.stderr)
+            if not done:
+                break
+        found = summary(task, table, args.context, args.share)
+        print(f"\n{task}: {found[0]['samples']} prompts of about {args.context} tokens, share {args.share}")
+        show(found, table)
+        results += found
+        raw[task] = [{"policy": r.policy, "selector": r.selector, "scores": r.scores} for r in table]
+        if args.out:
+            args.out.write_text(json.dumps({"rows": results, "raw": raw}) + "\n", encoding="utf-8")
+    print(json.dumps({"ckpt": args.ckpt, "rows": results}))
+
+
+if __name__ == "__main__":
+    main()
