@@ -1,11 +1,11 @@
 """What a decode step costs: dense, fast and slow steps and the whole loop, against what bytes alone allow.
 
-    python bench.py --contexts 8192 32768 --dtype bfloat16
+    python bench.py --contexts 8192 32768 --batches 1 4 --dtype bfloat16 --out results/bench
 
 The model has Qwen3-0.6B's size with random weights, and the cache is random too: fine for seconds,
 meaningless as text.  The schedule is real: the trigger reads the built-in text, token by token, because
-random tokens almost never end a sentence.  Dense and SFI steps alternate in one process.  Prints a table, one
-JSON line last.  Read before: `sfi.py`.
+random tokens almost never end a sentence.  All kinds of steps alternate in one process.  Prints the ceiling
+(bytes over the bandwidth measured in the same run), a table, and one JSON line last.  Read before: `sfi.py`.
 """
 
 import copy
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +24,10 @@ from tqdm import tqdm
 
 import checkpoints
 import story
-from checks import choose_device, choose_dtype
+from checks import check_memory, choose_device, choose_dtype
 from generate import Parser
-from model import DTYPES, Model, ModelConfig, inverse_frequencies
-from sfi import Engine, SFIConfig
+from model import DTYPES, Model, ModelConfig, attend, inverse_frequencies
+from sfi import REFERENCE, Engine, SFIConfig, cache_bytes
 from text import Text
 
 QWEN3_06B = {
@@ -72,73 +73,183 @@ def bandwidth(device, gigabytes=1.0) -> float:
     return x.nbytes / statistics.median(seconds(x.sum, device) for _ in range(9))
 
 
-def measure(model: Model, cfg: SFIConfig, context: int, tokens: list[int], token_text) -> dict:
-    """Alternate dense and SFI steps over a random cache of `context` tokens; times in milliseconds."""
-    device = model.device
-    engine = Engine(model, cfg, token_text, max_length=context + len(tokens), new_tokens=len(tokens))
+class Timed:
+    """A leaf operation, and the seconds spent in it since the last reset."""
+
+    def __init__(self, op, device):
+        self.op, self.device, self.spent = op, device, 0.0
+
+    def __call__(self, *args):
+        out = []
+        self.spent += seconds(lambda: out.append(self.op(*args)), self.device)
+        return out[0]
+
+
+def gathering(positions):
+    """`attend` for fast steps that reads the selected tokens where they lie, by index, as it would without a
+    compact memory: positions (K, n) int64, sorted.
+    """
+
+    def attend_by_index(q, K, V, start, length, n_scores=0):
+        n, B = int(length.max()), len(K)
+        picked = [
+            torch.stack([x.index_select(0, p[:n]) for x, p in zip(cache, positions, strict=True)])
+            for both in (K, V)
+            for cache in both
+        ]
+        return attend(q, torch.stack(picked[:B]), torch.stack(picked[B:]), torch.zeros_like(start), length)
+
+    return attend_by_index
+
+
+def measure(model: Model, cfg: SFIConfig, context: int, batch: int, tokens: list[int], token_text) -> dict:
+    """Alternate SFI steps over a random cache of `context` tokens with dense and gathering ones; milliseconds
+    a step of the whole batch.
+    """
+    device, new = model.device, len(tokens)
+    attention = Timed(attend, device)
+    ops = REFERENCE._replace(attend=attention)
+    sizes = dict(batch=batch, max_length=context + new, new_tokens=new)
+    engine = Engine(model, cfg, token_text, ops=ops, **sizes)
     for layer in range(model.config.num_hidden_layers):
         engine.cache.k[layer].normal_()
         engine.cache.v[layer].normal_()
         engine.key_norm[layer] = engine.cache.k[layer, :, :, engine.cap :].float().norm(dim=-1)
-    engine.rows[0].length = context
-    dense = copy.copy(engine)  # the same cache, with other rows and another policy
-    dense.cfg, dense.rows = replace(cfg, policy="dense"), copy.deepcopy(engine.rows)
-    times, visible = {"dense": [], "fast": [], "slow": []}, []
+    for row in engine.rows:
+        row.length = context
+    n_kv, most = model.config.num_key_value_heads, engine.cap
+    positions = torch.rand(n_kv, context, device=device).topk(most).indices.sort(-1).values + most
+    gather = copy.copy(engine)
+    times = {name: [] for name in ("dense", "fast", "slow", "gather")}
+    inside = {name: [] for name in times}
+    visible = []
+
+    def timed(name, step):
+        attention.spent = 0.0
+        times[name].append(seconds(step, device))
+        inside[name].append(attention.spent)
+
     for i, token in enumerate(tqdm(tokens, desc=f"{context} tokens", leave=False, disable=None)):
-        times["dense"].append(seconds(lambda token=token: dense.step([token]), device))
+        if i % 5 == 1:
+            timed("dense", lambda: engine.dense_step([row.length for row in engine.rows]))
+            gather.rows = copy.deepcopy(engine.rows)
+            if all(row.memory and row.since < cfg.max_interval for row in gather.rows):
+                gather.ops = ops._replace(attend=Timed(gathering(positions), device))
+                gather.cfg = replace(cfg, policy="never")  # a fast step, whatever the token says
+                times["gather"].append(seconds(lambda: gather.step([0] * batch), device))
         parts = []
-        spent = seconds(lambda token=token, parts=parts: parts.extend(engine.step([token])[1]), device)
+        timed("fast", lambda token=token, parts=parts: parts.extend(engine.step([token] * batch)[1]))
         if i == 0:  # warm-up, and the first refresh, which the prefill would have done
-            times["dense"].clear()
-            continue
-        times["fast" if parts[0].reason == "fast" else "slow"].append(spent)
-        if parts[0].reason == "fast":
+            times["fast"].clear()
+            inside["fast"].clear()
+        elif parts[0].reason == "fast":
             visible.append(parts[0].visible)
+        else:
+            times["slow"].append(times["fast"].pop())
+            inside["slow"].append(inside["fast"].pop())
     median = {name: statistics.median(t) * 1e3 for name, t in times.items()}
     n_fast, n_slow = len(times["fast"]), len(times["slow"])
     loop = (n_fast * median["fast"] + n_slow * median["slow"]) / (n_fast + n_slow)
-    interval = (n_fast + n_slow) / n_slow
-    weights, kv = sum(p.nbytes for p in model.parameters()), model.config.kv_bytes(model.dtype)
+    every = (n_fast + n_slow) / n_slow
+    weights, kv = sum(p.nbytes for p in model.parameters()), model.config.kv_bytes(model.dtype) * batch
     seen = statistics.mean(visible)
-    per_token = weights + ((interval - 1) * seen + context) * kv / interval
-    spread = {
-        name: [round(1e3 * q, 2) for q in statistics.quantiles(t, n=4)]
-        for name, t in times.items()
-        if len(t) > 1
-    }
+    reads = statistics.median(inside["dense"])
     return {
         "context": context,
-        "batch": 1,
+        "batch": batch,
         "visible": seen,
-        "dense_ms": median["dense"],
-        "fast_ms": median["fast"],
-        "slow_ms": median["slow"],
-        "loop_ms_per_token": loop,
-        "mean_interval": interval,
+        **{f"{name}_ms": value for name, value in median.items()},
+        "loop_ms_per_token": loop / batch,
+        "mean_interval": every,
         "speedup": median["dense"] / loop,
-        "byte_speedup": (weights + context * kv) / per_token,
-        "quartiles_ms": spread,
+        "byte_speedup": (weights + context * kv) / (weights + ((every - 1) * seen + context) * kv / every),
+        "weights_gb_s": weights / (median["dense"] / 1e3 - reads) / 1e9,
+        "attention_gb_s": context * kv / reads / 1e9,
+        "quartiles_ms": {
+            name: [round(1e3 * q, 2) for q in statistics.quantiles(t, n=4)]
+            for name, t in times.items()
+            if len(t) > 1
+        },
     }
+
+
+def transformers_ms(model: Model, context: int, steps=7) -> float:
+    """Median milliseconds of a step of transformers (SDPA attention), same weights and cache size."""
+    import transformers
+
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+    names += ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
+    config = transformers.Qwen3Config(
+        **{name: QWEN3_06B[name] for name in names}, max_position_embeddings=1 << 20
+    )
+    with torch.device("meta"):
+        peer = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
+    peer = peer.to_empty(device=model.device).to(model.dtype).eval()
+    peer.load_state_dict(dict(model.named_parameters()), strict=False, assign=True)
+    peer.tie_weights()
+    peer.model.rotary_emb = type(peer.model.rotary_emb)(config).to(model.device)  # its angles are no weights
+    shape = (1, config.num_key_value_heads, context, config.head_dim)
+    cache = transformers.DynamicCache(config=config)
+    for layer in range(config.num_hidden_layers):
+        cache.update(*(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2)), layer)
+    token, times = torch.tensor([[5]], device=model.device), []
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it renames arguments from version to version
+        for _ in range(steps):
+            step = lambda: peer(token, past_key_values=cache, use_cache=True)
+            times.append(seconds(step, model.device))
+    return statistics.median(times[1:]) * 1e3
+
+
+def draw(result: dict, path: Path):
+    """Milliseconds a token over the context, a panel for each batch size, with the floor that bytes set."""
+    from matplotlib.figure import Figure
+
+    batches = sorted({r["batch"] for r in result["rows"]})
+    figure = Figure(figsize=(6 * len(batches), 4.5), layout="constrained")
+    for ax, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
+        rows = [r for r in result["rows"] if r["batch"] == batch]
+        x = [r["context"] for r in rows]
+        for name, style in (("dense", "o-"), ("slow", "v:"), ("gather", "x:"), ("fast", "s-")):
+            ax.plot(x, [r[f"{name}_ms"] / batch for r in rows], style, label=f"{name} step")
+        ax.plot(x, [r["loop_ms_per_token"] for r in rows], "D-", color="k", label="whole loop")
+        if any("transformers_ms" in r for r in rows):
+            peer = [r for r in rows if "transformers_ms" in r]
+            ax.plot(
+                [r["context"] for r in peer],
+                [r["transformers_ms"] for r in peer],
+                "^--",
+                label="transformers",
+            )
+        ax.plot(x, [r["floor_ms"] / batch for r in rows], "-", color="0.7", label="dense, if bytes were all")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_xticks(x, [f"{n // 1024}K" for n in x])
+        ax.set_xlabel("cached tokens")
+        ax.set_ylabel("ms a token")
+        ax.set_title(f"batch {batch}, {result['dtype']}, {result['machine']}", loc="left", fontsize="small")
+        ax.grid(color="0.9")
+        ax.legend(fontsize="small")
+    figure.savefig(path, dpi=130)
 
 
 def main(argv=None):
     p = Parser("bench.py", "What dense, fast and slow steps cost, against what bytes alone allow.")
-    p.add_argument(
-        "--contexts", type=int, nargs="+", default=[8192, 32768], metavar="N", help="cached tokens"
-    )
-    p.add_argument("--steps", type=int, default=150, metavar="N", help="tokens fed per context")
-    p.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="of weights and cache")
-    p.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one"
-    )
-    p.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    add, number = p.add_argument, dict(type=int, metavar="N")
+    add("--contexts", nargs="+", default=[2048, 8192, 32768, 65536, 131072], help="cached tokens", **number)
+    add("--batches", nargs="+", default=[1, 4], help="rows; those that do not fit are left out", **number)
+    add("--steps", default=150, help="tokens fed per row of the table", **number)
+    add("--dtype", choices=["auto", *DTYPES], default="auto", help="of weights and cache")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
+    add("--peer", action="store_true", help="also time transformers on the same weights, up to 32768 tokens")
+    add("--out", type=Path, metavar="FILE", help="also write FILE.json and FILE.png")
     args = p.parse_args(argv)
     cfg = SFIConfig()
     try:
-        if args.steps < 2 * cfg.max_interval or min(args.contexts) < 2 * cfg.n_select:
-            least = f"{2 * cfg.max_interval} steps and contexts of {2 * cfg.n_select} tokens"
+        least = cfg.n_sink + cfg.n_select + cfg.n_recent + cfg.align
+        if args.steps < 2 * cfg.max_interval or min(args.contexts) < least or min(args.batches) < 1:
             raise ValueError(
-                f"--steps {args.steps} --contexts {min(args.contexts)}; allowed are at least {least}"
+                f"allowed are --steps {2 * cfg.max_interval}, --contexts {least}, --batches 1 or more"
             )
         device = choose_device(args.device)
         dtype = choose_dtype(args.dtype, device)
@@ -153,18 +264,45 @@ def main(argv=None):
     print(f"random weights of Qwen3-0.6B's size: {weights / 1e9:.2f} GB, {kv / 1e3:.0f} KB of cache a token")
     floor = f"{1e3 * weights / speed:.0f} ms a step + {1e6 * kv / speed:.1f} ms per 1,000 tokens read"
     print(f"this machine reads {speed / 1e9:.1f} GB/s: at least {floor}")
-    names = ("dense", "fast", "slow", "loop", "interval", "speedup", "by bytes")
-    print(f"{'context':>8}" + "".join(f"{name:>9}" for name in names) + "   (ms a token)")
+    columns = ("dense_ms", "fast_ms", "slow_ms", "gather_ms", "loop_ms_per_token", "mean_interval")
+    columns += ("speedup", "byte_speedup", "weights_gb_s", "attention_gb_s")
+    heads = (
+        "dense",
+        "fast",
+        "slow",
+        "gather",
+        "loop/token",
+        "interval",
+        "speedup",
+        "by bytes",
+        "W GB/s",
+        "KV GB/s",
+    )
+    print(f"{'batch':>6}{'context':>9}" + "".join(f"{head:>11}" for head in heads) + "   (ms)")
     rows = []
-    for context in args.contexts:
-        r = measure(model, cfg, context, tokens, text.token_text)
-        rows.append(r)
-        ms = [r["dense_ms"], r["fast_ms"], r["slow_ms"], r["loop_ms_per_token"]]
-        ratios = [r["mean_interval"], r["speedup"], r["byte_speedup"]]
-        print(
-            f"{context:8}" + "".join(f"{x:9.0f}" for x in ms) + "".join(f"{x:9.2f}" for x in ratios),
-            flush=True,
-        )
+    for batch in args.batches:
+        for context in args.contexts:
+            cache = cache_bytes(
+                model.config,
+                cfg,
+                batch=batch,
+                max_length=context + args.steps,
+                new_tokens=args.steps,
+                dtype=dtype,
+            )
+            try:
+                check_memory(0, cache, device)
+            except ValueError as e:
+                print(f"{batch:6}{context:9}   left out: {str(e).split(';')[0]}")
+                continue
+            r = measure(model, cfg, context, batch, tokens, text.token_text)
+            r["floor_ms"] = 1e3 * (weights + batch * context * kv) / speed
+            if args.peer and batch == 1 and context <= 32768:
+                r["transformers_ms"] = transformers_ms(model, context)
+            rows.append(r)
+            cells = "".join(f"{r[name]:11.{0 if name.endswith('ms') else 2}f}" for name in columns)
+            peer = f"   transformers {r['transformers_ms']:.0f}" if "transformers_ms" in r else ""
+            print(f"{batch:6}{context:9}{cells}{peer}", flush=True)
     result = {
         "model": "qwen3-0.6b (random weights)",
         "device": str(device),
@@ -177,7 +315,8 @@ def main(argv=None):
         "command": " ".join(["bench.py", *(argv if argv is not None else sys.argv[1:])]),
     }
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        draw(result, args.out.with_suffix(".png"))
     print(json.dumps(result))
 
 
