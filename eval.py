@@ -33,6 +33,7 @@ from tracing import Trace
 
 DENSE = SFIConfig(policy="dense")
 TAIL = 32  # tokens of the prompt that every row prefills itself: the evidence, and the refresh
+POLICIES = ("sentence", "fixed", "never", "window")  # in this order: `fixed` is fitted to `sentence`
 TASKS = ("continue", "keys", "several", "lookup", "free")
 SELECTORS = {  # of policy sentence; every other policy selects with `span`
     "span": {},
@@ -66,7 +67,7 @@ def rows(policies, selectors, context: int, share: float, base: SFIConfig) -> li
         )
     cfg = replace(base, n_select=n_select, n_recent=recent)
     made = [Row("dense", "", DENSE, {})]
-    for policy in policies:
+    for policy in (p for p in POLICIES if p in policies):
         if policy == "window":
             made.append(Row(policy, "", replace(cfg, policy=policy, n_recent=recent + n_select), {}))
         for name in selectors if policy == "sentence" else ["span"] * (policy in ("fixed", "never")):
@@ -143,11 +144,11 @@ class Bench:
 def continue_sample(bench: Bench, table: list[Row], ids: list[int], new: int):
     """Forced continuation: KL to dense, top-1 agreement, NLL lost, attention mass kept by old memories."""
     bench.prefill(ids[:-new])
-    tokens, slow_steps = ids[-new:], 0
+    tokens, slow_steps = ids[-new:], None
     target = torch.tensor(tokens)[:, None]
     for row in table:
         cfg = row.cfg
-        if cfg.policy == "fixed":  # as many slow steps as the sentence trigger made
+        if cfg.policy == "fixed" and slow_steps is not None:  # as many as the sentence trigger made
             cfg = replace(cfg, max_interval=(new - 1) // (slow_steps + 1), min_gap=0)
         log_p, slow, mass = bench.forced(cfg, tokens)
         slow_steps = slow if row.policy == "sentence" else slow_steps
@@ -303,8 +304,7 @@ def main(argv=None):
     add = p.add_argument
     add("--ckpt", default="smollm2", help="as for generate.py; trained weights")
     add("--task", nargs="+", default=["continue", "keys"], help=f"{', '.join(TASKS)}, or a FILE.jsonl")
-    policies = ("sentence", "fixed", "never", "window")
-    add("--policy", nargs="+", choices=policies, default=policies, help="rows, beside dense")
+    add("--policy", nargs="+", choices=POLICIES, default=POLICIES, help="rows, beside dense")
     add("--selector", nargs="+", choices=SELECTORS, default=["span", "paper"], help="rows of policy sentence")
     add("--share", type=float, default=0.125, help="visible tokens / context right after the prefill")
     add("--context", type=int, default=2048, metavar="N", help="tokens of a prompt, about")
