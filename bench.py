@@ -121,7 +121,7 @@ def measure(model: Model, cfg: SFIConfig, context: int, batch: int, tokens: list
     positions = torch.rand(n_kv, context, device=device).topk(most).indices.sort(-1).values + most
     gather = copy.copy(engine)
     times = {name: [] for name in ("dense", "fast", "slow", "gather")}
-    inside = {name: [] for name in times}
+    inside = {name: [] for name in ("dense", "fast", "slow")}  # seconds of attention in them
     visible = []
 
     def timed(name, step):
@@ -134,7 +134,7 @@ def measure(model: Model, cfg: SFIConfig, context: int, batch: int, tokens: list
             timed("dense", lambda: engine.dense_step([row.length for row in engine.rows]))
             gather.rows = copy.deepcopy(engine.rows)
             if all(row.memory and row.since < cfg.max_interval for row in gather.rows):
-                gather.ops = ops._replace(attend=Timed(gathering(positions), device))
+                gather.ops = ops._replace(attend=gathering(positions))
                 gather.cfg = replace(cfg, policy="never")  # a fast step, whatever the token says
                 times["gather"].append(seconds(lambda: gather.step([0] * batch), device))
         parts = []
