@@ -35,14 +35,16 @@ DENSE = SFIConfig(policy="dense")
 TAIL = 32  # tokens of the prompt that every row prefills itself: the evidence, and the refresh
 POLICIES = ("sentence", "fixed", "never", "window")  # in this order: `fixed` is fitted to `sentence`
 TASKS = ("continue", "keys", "several", "lookup", "free")
-SELECTORS = {  # of policy sentence; every other policy selects with `span`
-    "span": {},
+SELECTORS = {  # of policy sentence; every other policy selects with the first
+    "follow": {},
     "paper": dict(selector="paper"),
-    "mean": dict(selector="paper", paper_steps=()),
+    "span": dict(selector="span"),
+    "mean": dict(selector="paper", steps=()),
     "paper geometric": dict(selector="paper", fusion="geometric"),
     **{
-        f"paper without {step}": dict(selector="paper", paper_steps=tuple(s for s in STEPS if s != step))
-        for step in STEPS
+        f"{name} without {step}": dict(selector=name, steps=tuple(s for s in steps if s != step))
+        for name, steps in STEPS.items()
+        for step in steps
     },
 }
 
@@ -70,7 +72,7 @@ def rows(policies, selectors, context: int, share: float, base: SFIConfig) -> li
     for policy in (p for p in POLICIES if p in policies):
         if policy == "window":
             made.append(Row(policy, "", replace(cfg, policy=policy, n_recent=recent + n_select), {}))
-        for name in selectors if policy == "sentence" else ["span"] * (policy in ("fixed", "never")):
+        for name in selectors if policy == "sentence" else ["follow"] * (policy in ("fixed", "never")):
             made.append(Row(policy, name, replace(cfg, policy=policy, **SELECTORS[name]), {}))
     return made
 
@@ -305,7 +307,13 @@ def main(argv=None):
     add("--ckpt", default="smollm2", help="as for generate.py; trained weights")
     add("--task", nargs="+", default=["continue", "keys"], help=f"{', '.join(TASKS)}, or a FILE.jsonl")
     add("--policy", nargs="+", choices=POLICIES, default=POLICIES, help="rows, beside dense")
-    add("--selector", nargs="+", choices=SELECTORS, default=["span", "paper"], help="rows of policy sentence")
+    add(
+        "--selector",
+        nargs="+",
+        choices=SELECTORS,
+        default=["follow", "paper"],
+        help="rows of policy sentence",
+    )
     add("--share", type=float, default=0.125, help="visible tokens / context right after the prefill")
     add("--context", type=int, default=2048, metavar="N", help="tokens of a prompt, about")
     add("--new", type=int, default=128, metavar="N", help="forced tokens of task continue")

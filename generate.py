@@ -102,10 +102,9 @@ def parser() -> argparse.ArgumentParser:
     add("--dense", help="every step dense, for comparison: --policy dense", **flag)
     for f in fields(SFIConfig):
         kind = dict(type=str, choices=f.metadata["choices"]) if f.metadata["choices"] else number
-        if f.name == "paper_steps":
+        if f.name == "steps":
             kind = dict(type=lambda text: tuple(filter(None, text.split(","))), metavar="A,B")
-        default = ",".join(f.default) if f.name == "paper_steps" else f.default
-        add("--" + f.name.replace("_", "-"), default=default, help=f.metadata["help"], **kind)
+        add("--" + f.name.replace("_", "-"), default=f.default, help=f.metadata["help"], **kind)
 
     add = p.add_argument_group("output").add_argument
     add("--trace", type=Path, metavar="FILE.jsonl", help="write a line of JSON a step")

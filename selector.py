@@ -1,10 +1,9 @@
 """The Selector: which cached tokens the next fast steps may read.
 
 A slow step's attention scores are the evidence; each KV head of each layer and row gets its own N positions.
-Two selectors share one signature: `paper`, the Slow-Fast Inference paper's (arXiv 2603.12038), and `span`,
-ours, which also keeps whole blocks, because copying walks along neighbours.  Everything is in fp32 and in the
-log domain.  Letters: see `model.py`; M is the number of candidates, the positions n_sink .. n_sink + M - 1.
-Read next: `sfi.py`.
+Three selectors share one signature: `follow`, ours and the default; `paper`, the Slow-Fast Inference paper's
+(arXiv 2603.12038); and `span`, our first, which keeps whole blocks.  Letters: see `model.py`; M is the number
+of candidates, the positions n_sink .. n_sink + M - 1.  Read next: `sfi.py`.
 """
 
 import math
@@ -21,26 +20,33 @@ NMS_RADIUS = 16  # tokens to either side
 HEAD_TEMPERATURE, HEAD_WEIGHT = 2.0, 0.85
 BLOCK = 32  # tokens of a span
 TINY = 1e-12
+FOLLOWERS, FOLLOWED = 16, 0.01  # so many tokens after a strong one count that part of its attention
 
-STEPS = ("power_mean", "prior", "nms", "exclusive")  # of `paper`; each can be switched off
+STEPS = {  # of each selector; each can be switched off
+    "follow": ("past", "heads", "followers"),
+    "paper": ("power_mean", "prior", "nms", "exclusive"),
+    "span": (),
+}
 
 
-def select(scores, key_norm, n, cfg):
+def select(scores, key_norm, past, n, cfg):
     """Choose n of the M candidates for every KV head of one layer and row.
 
     scores (K, R, M) fp32, finite, the scaled q.k of R evidence rows over the candidates; key_norm (K, M)
-    fp32; n < M or n = M. cfg has n_sink, selector, paper_steps and fusion (`sfi.SFIConfig`).  Returns
+    fp32; past (K, M) fp32, written in place: what selector `follow` remembers from refresh to refresh, zeros
+    before the first; n <= M.  cfg has n_sink, selector, steps and fusion (`sfi.SFIConfig`).  Returns
     positions (K, n) int64, ascending, unique.
     """
     if n > scores.shape[-1]:
         raise ValueError(f"cannot select n = {n} of {scores.shape[-1]} candidates; ask for at most that many")
-    log_p = scores.float().log_softmax(-1)  # (K, R, M): softmax over the candidates alone
-    log_s = (
-        span(log_p, n, cfg.n_sink)
-        if cfg.selector == "span"
-        else paper(log_p, key_norm, cfg.paper_steps, cfg.fusion)
-    )
-    return top_n(log_s, n) + cfg.n_sink
+    steps = STEPS[cfg.selector] if cfg.steps is None else cfg.steps
+    if cfg.selector == "follow":
+        score = follow(scores.float().softmax(-1), past, steps)
+    elif cfg.selector == "span":
+        score = span(scores.float().log_softmax(-1), n, cfg.n_sink)
+    else:
+        score = paper(scores.float().log_softmax(-1), key_norm, steps, cfg.fusion)
+    return top_n(score, n) + cfg.n_sink
 
 
 def top_n(score, n):
@@ -54,8 +60,28 @@ def top_n(score, n):
     return chosen.nonzero()[:, 1].view(-1, n)
 
 
-def paper(log_p, key_norm, steps=STEPS, fusion="arithmetic"):
-    """The paper's score log s'' (K, M) from log p (K, R, M), step by step."""
+def follow(p, past, steps=STEPS["follow"]):
+    """Score (K, M) of `follow` from the evidence p (K, R, M), each row a softmax over the candidates.
+
+    f is the mean over rows.  past: f of this refresh and of the earlier ones, each half as much as the next,
+    which a slow step's one query alone would not show.  heads: half of f is the mean over the KV heads.
+    followers: copying walks along the text, so a token counts at least FOLLOWED times the largest p of the
+    FOLLOWERS tokens before it, over all rows.
+    """
+    f = p.mean(1)
+    if "past" in steps:
+        f = f + past
+        f = past.copy_(f / f.sum(-1, keepdim=True))
+    if "heads" in steps:
+        f = (f + f.mean(0)) / 2
+    if "followers" in steps:
+        before = F.pad(p.amax(1)[:, :-1], (FOLLOWERS, 0))  # (K, FOLLOWERS + M - 1)
+        f = torch.maximum(f, FOLLOWED * F.max_pool1d(before[None], FOLLOWERS, stride=1)[0])
+    return f
+
+
+def paper(log_p, key_norm, steps=STEPS["paper"], fusion="arithmetic"):
+    """The paper's score log s'' (K, M) from log p (K, R, M), step by step, in the log domain."""
     log_s = power_mean(log_p, ALPHA if "power_mean" in steps else 1.0)
     if "prior" in steps:
         largest = MAX_FUSION.get(log_p.shape[1], OTHER_FUSION)

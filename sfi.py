@@ -25,7 +25,7 @@ from sampling import GREEDY, sample
 from selector import FUSIONS, STEPS, select
 
 POLICIES = ("sentence", "fixed", "never", "window", "dense")
-SELECTORS = ("span", "paper")
+SELECTORS = tuple(STEPS)
 SLOW_REASONS = ("dense", "short", "first", "sentence", "interval")
 
 
@@ -46,8 +46,8 @@ class SFIConfig:
     max_interval: int = option(64, "a slow step comes after this many fast ones at the latest")
     n_evidence: int = option(16, "last queries of a dense pass whose attention decides the selection")
     policy: str = option("sentence", "when a step is slow", POLICIES)
-    selector: str = option("span", "how tokens are selected", SELECTORS)
-    paper_steps: tuple[str, ...] = option(STEPS, "which steps of selector `paper` run")
+    selector: str = option("follow", "how tokens are selected", SELECTORS)
+    steps: tuple[str, ...] | None = option(None, "which steps of the selector run; none given: all")
     fusion: str = option("arithmetic", "how selector `paper` joins evidence and prior", tuple(FUSIONS))
 
     def __post_init__(self):
@@ -61,9 +61,12 @@ class SFIConfig:
                 raise ValueError(
                     f"{f.name} = {getattr(self, f.name)!r}; allowed are {', '.join(f.metadata['choices'])}"
                 )
-        object.__setattr__(self, "paper_steps", tuple(self.paper_steps))
-        if unknown := set(self.paper_steps) - set(STEPS):
-            raise ValueError(f"paper_steps has {min(unknown)!r}; allowed are {', '.join(STEPS)}")
+        if self.steps is not None:
+            object.__setattr__(self, "steps", tuple(self.steps))
+            if unknown := set(self.steps) - set(known := STEPS[self.selector]):
+                raise ValueError(
+                    f"steps has {min(unknown)!r}; selector {self.selector} has {', '.join(known) or 'none'}"
+                )
         if self.min_gap > self.max_interval:
             raise ValueError(
                 f"min_gap = {self.min_gap}; allowed is at most max_interval = {self.max_interval}"
@@ -101,10 +104,10 @@ class SFIConfig:
 def cache_bytes(
     model: ModelConfig, cfg: SFIConfig, *, batch: int, max_length: int, new_tokens: int, dtype: torch.dtype
 ) -> int:
-    """Bytes the engine allocates: K and V of full cache and compact memory, and one fp32 norm a key."""
+    """Bytes the engine allocates: K and V of full cache and compact memory, and two fp32 numbers a key."""
     slots = cfg.capacity(max_length, new_tokens) + max_length
-    norms = 4 * model.num_hidden_layers * model.num_key_value_heads * max_length
-    return batch * (model.kv_bytes(dtype) * slots + norms)
+    numbers = 2 * model.num_hidden_layers * model.num_key_value_heads * max_length  # key_norm and past
+    return batch * (model.kv_bytes(dtype) * slots + 4 * numbers)
 
 
 def check_lengths(model: ModelConfig, prompt_tokens: list[int], max_new_tokens: int):
@@ -249,8 +252,9 @@ class Engine:
         self.max_length, self.new_tokens = max_length, new_tokens
         self.cap = cfg.capacity(max_length, new_tokens)
         self.cache = KVCache(model.config, batch, self.cap + max_length, model.dtype, model.device)
-        norms = (*self.cache.k.shape[:3], max_length)  # (L, B, K, S_max)
-        self.key_norm = torch.empty(norms, dtype=torch.float32, device=model.device)
+        shape = (*self.cache.k.shape[:3], max_length)  # (L, B, K, S_max)
+        self.key_norm = torch.empty(shape, dtype=torch.float32, device=model.device)
+        self.past = torch.zeros(shape, dtype=torch.float32, device=model.device)  # see `selector.follow`
         self.rows = [Row() for _ in range(batch)]
 
     def fork(self, cfg: SFIConfig) -> "Engine":
@@ -259,6 +263,7 @@ class Engine:
         other = Engine(self.model, cfg, self.token_text, ops=self.ops, **sizes)
         n = max(row.length for row in self.rows)
         other.key_norm[..., :n] = self.key_norm[..., :n]
+        other.past[..., :n] = self.past[..., :n]
         other.cache.k[..., other.cap : other.cap + n, :] = self.cache.k[..., self.cap : self.cap + n, :]
         other.cache.v[..., other.cap : other.cap + n, :] = self.cache.v[..., self.cap : self.cap + n, :]
         other.rows = [Row(length=row.length) for row in self.rows]
@@ -413,14 +418,15 @@ class Engine:
     def _refresh(self, b, layer, length, scores):
         """Choose and copy the memory of one row and layer at `length` tokens; scores (K, R, length)."""
         cfg = self.cfg
-        K, V, norm = self.cache.k[layer, b], self.cache.v[layer, b], self.key_norm[layer, b]
+        K, V = self.cache.k[layer, b], self.cache.v[layer, b]
         low, high = cfg.n_sink, cfg.recent_start(length)
         slots = torch.empty((K.shape[0], 0), dtype=torch.int64, device=K.device)
         if cfg.budget:
             evidence = scores[..., low:high]
             if not evidence.sum().isfinite():
                 raise FloatingPointError(f"the attention of layer {layer}")
-            slots = self.ops.select(evidence, norm[:, low:high], cfg.budget, cfg)  # (K, N)
+            norm, past = self.key_norm[layer, b, :, low:high], self.past[layer, b, :, low:high]
+            slots = self.ops.select(evidence, norm, past, cfg.budget, cfg)  # (K, N)
         self.ops.rebuild(K, V, slots, self.cap, low, high, length)
         if self.observe:
             self.observe(b, layer, length, slots, scores)

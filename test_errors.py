@@ -47,7 +47,7 @@ BAD_INPUTS = [  # CKPT is the tiny checkpoint, DIR/ a folder with FILES
     ("--max-interval 0", "max_interval = 0; allowed is a whole number of tokens, 1 or more"),
     ("--min-gap 70", "min_gap = 70; allowed is at most max_interval = 64"),
     ("--n-recent 8", "n_recent = 8; allowed is at least n_evidence = 16"),
-    ("--paper-steps prior,magic", "paper_steps has 'magic'; allowed are power_mean, prior, nms, exclusive"),
+    ("--steps past,magic", "steps has 'magic'; selector follow has past, heads, followers"),
     ("--prompt DIR/absent.txt", "no such file or directory; give a readable text file"),
     ("--prompt DIR/", "is a directory; give a readable text file"),
     ("--prompt DIR/ok.txt DIR/absent.txt", "absent.txt: no such file"),

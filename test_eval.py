@@ -44,9 +44,11 @@ def test_rows_show_the_same_number_of_tokens():
     ]
     for row in table[1:]:
         assert row.cfg.n_sink + row.cfg.budget + row.cfg.n_recent == 250
-    assert table[1].cfg.n_recent == 64 and rows(ALL, ["span"], 2000, 0.25, SFIConfig())[1].cfg.n_recent == 128
+    assert (
+        table[1].cfg.n_recent == 64 and rows(ALL, ["follow"], 2000, 0.25, SFIConfig())[1].cfg.n_recent == 128
+    )
     with pytest.raises(ValueError, match="leaves -4 to select"):
-        rows(ALL, ["span"], 1024, 0.0625, SFIConfig())
+        rows(ALL, ["follow"], 1024, 0.0625, SFIConfig())
 
 
 @pytest.mark.parametrize("task", ["keys", "several", "lookup", "free"])
@@ -70,7 +72,7 @@ def test_forced_continuation_against_plain_dense_passes(tiny_text):
     model, text = tiny_text
     ids = random.Random(0).choices(range(256), k=300)
     bench = Bench(model, text, 64)
-    table = rows(ALL, ["span", "paper"], 260, 0.7, SFIConfig(max_interval=8, min_gap=2))
+    table = rows(ALL, ["follow", "paper"], 260, 0.7, SFIConfig(max_interval=8, min_gap=2))
     continue_sample(bench, table, ids, 40)
     dense = dense_logits(model, torch.tensor([ids]))[0, -41:-1].log_softmax(-1)
     for row in table:
@@ -91,7 +93,7 @@ def test_forced_continuation_against_plain_dense_passes(tiny_text):
 def test_an_answer_is_found_in_what_a_row_generates(tiny_text):
     model, text = tiny_text
     ids = random.Random(0).choices(range(33, 120), k=300)
-    bench, table = Bench(model, text, 64), rows(["sentence"], ["span"], 300, 0.5, SFIConfig())
+    bench, table = Bench(model, text, 64), rows(["sentence"], ["follow"], 300, 0.5, SFIConfig())
     bench.prefill(ids)
     out = text.tokenizer.decode(bench.greedy(table[0].cfg, 48)).replace(" ", "")
     needle_sample(bench, table, ids, out[:3], True)

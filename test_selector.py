@@ -5,18 +5,24 @@ import math
 import pytest
 import torch
 
+import selector
 from selector import (
     BETA,
-    STEPS,
+    follow,
     fusion_weight,
     paper,
     power_mean,
-    select,
     structural_prior,
     suppress_neighbours,
     top_n,
 )
 from sfi import SFIConfig
+
+STEPS = selector.STEPS["paper"]
+
+
+def select(scores, key_norm, n, cfg, past=None):
+    return selector.select(scores, key_norm, torch.zeros_like(key_norm) if past is None else past, n, cfg)
 
 
 def loop_paper(scores, key_norm, n, steps, fusion):
@@ -82,6 +88,28 @@ def loop_span(scores, n, first):
     return chosen
 
 
+def loop_follow(scores, past, n, steps):
+    """Sets of the n selected candidate indices per KV head, and the new past."""
+    K, R, M = scores.shape
+    p = scores.double().softmax(-1).tolist()
+    f = [[sum(p[h][r][j] for r in range(R)) / R for j in range(M)] for h in range(K)]
+    if "past" in steps:
+        old = past.double().tolist()
+        total = [sum(f[h]) + sum(old[h]) for h in range(K)]
+        f = past = [[(f[h][j] + old[h][j]) / total[h] for j in range(M)] for h in range(K)]
+    if "heads" in steps:
+        f = [[f[h][j] / 2 + sum(f[i][j] for i in range(K)) / K / 2 for j in range(M)] for h in range(K)]
+    chosen = []
+    for h in range(K):
+        score = list(f[h])
+        if "followers" in steps:
+            for j in range(M):
+                strongest = max((p[h][r][i] for r in range(R) for i in range(max(j - 8, 0), j)), default=0.0)
+                score[j] = max(score[j], 0.01 * strongest)
+        chosen.append(set(sorted(range(M), key=lambda j, s=score: (-s[j], j))[:n]))
+    return chosen, past
+
+
 def evidence(K, R, M, seed=0):
     g = torch.Generator().manual_seed(seed)
     return 3 * torch.randn(K, R, M, generator=g), 1 + torch.rand(K, M, generator=g)
@@ -102,11 +130,49 @@ SWITCHES = [STEPS, *(tuple(s for s in STEPS if s != off) for off in STEPS), ()]
 )
 def test_paper_equals_loops(K, R, M, n, steps, fusion):
     scores, key_norm = evidence(K, R, M)
-    cfg = SFIConfig(n_sink=3, selector="paper", paper_steps=steps, fusion=fusion)
+    cfg = SFIConfig(n_sink=3, selector="paper", steps=steps, fusion=fusion)
     want, log_s = loop_paper(scores, key_norm, n, steps, fusion)
     got = paper(scores.log_softmax(-1), key_norm, steps, fusion)
     torch.testing.assert_close(got, torch.tensor(log_s), atol=1e-4, rtol=1e-5)
     assert sets(select(scores, key_norm, n, cfg), 3) == want
+
+
+FOLLOW = selector.STEPS["follow"]
+
+
+@pytest.mark.parametrize("steps", [FOLLOW, *(tuple(s for s in FOLLOW if s != off) for off in FOLLOW), ()])
+@pytest.mark.parametrize(
+    "K, R, M, n",
+    [(3, 6, 200, 41), (5, 1, 77, 76), (1, 4, 130, 10), (3, 2, 1, 1), (4, 3, 33, 33), (2, 2, 6, 3)],
+)
+def test_follow_equals_loops_over_three_refreshes(K, R, M, n, steps):
+    """Each with more candidates than the one before; the peaks are high enough to pull their followers in."""
+    cfg, past = SFIConfig(n_sink=3, selector="follow", steps=steps), torch.zeros(K, M + 20)
+    old = past.clone()
+    for i in range(3):
+        scores, key_norm = evidence(K, R, M + 10 * i, seed=i)
+        scores *= 2
+        seen = slice(0, M + 10 * i)
+        want, new = loop_follow(scores, old[:, seen], n, steps)
+        slots = select(scores, key_norm, n, cfg, past[:, seen])
+        assert slots.shape == (K, n) and sets(slots, 3) == want
+        old[:, seen] = torch.as_tensor(new)
+        torch.testing.assert_close(past, old)
+
+
+def test_follow_step_by_step():
+    """One head looks at candidate 100, the other nowhere in particular; earlier refreshes looked at 50."""
+    p = torch.full((2, 3, 400), 1e-4)
+    p[0, 1, 100] = 0.9
+    past = torch.zeros(2, 400)
+    past[:, 50] = 1.0
+    chosen = lambda steps, past: top_n(follow(p, past.clone(), steps), 10).tolist()
+    assert chosen((), past) == [[*range(9), 100], list(range(10))]
+    assert chosen(("past",), past) == [[*range(8), 50, 100], [*range(9), 50]]
+    assert chosen(("heads",), past) == [[*range(9), 100]] * 2
+    assert chosen(("followers",), past)[0] == [0, *range(100, 109)]
+    assert chosen(FOLLOW, past)[0] == [50, *range(100, 109)] and chosen(FOLLOW, past)[1][-2:] == [50, 100]
+    assert torch.equal(follow(p, torch.zeros(2, 400), ()), p.mean(1))
 
 
 @pytest.mark.parametrize("first", [0, 4, 31, 32, 45])
@@ -184,19 +250,29 @@ def test_parts_of_the_paper_have_the_stated_shape():
     )
 
 
-@pytest.mark.parametrize("selector", ["paper", "span"])
-def test_extreme_scores_stay_finite_and_exact(selector):
+@pytest.mark.parametrize("name", ["paper", "span"])
+def test_extreme_scores_stay_finite_and_exact(name):
     """Probabilities that underflow must still be ordered: everything stays in the log domain."""
     scores = torch.arange(300.0).expand(3, 2, 300) * -2.0
-    cfg = SFIConfig(n_sink=0, selector=selector, paper_steps=("power_mean",))
+    cfg = SFIConfig(n_sink=0, selector=name, steps=("power_mean",) if name == "paper" else None)
     slots = select(scores.contiguous(), torch.ones(3, 300), 100, cfg)
     assert slots.tolist() == [list(range(100))] * 3
     assert torch.isfinite(paper(scores.log_softmax(-1), torch.zeros(3, 300))).all()
 
 
-def test_scores_in_the_cache_dtype_are_widened_first():
+def test_follow_without_any_attention_takes_the_lowest():
+    """Softmax underflows to exact zeros beyond 1e-38: such tokens are equal, and a first past is no 0/0."""
+    scores = torch.full((3, 2, 300), -500.0)
+    scores[:, :, 7] = 500.0
+    past = torch.zeros(3, 300)
+    slots = select(scores, torch.ones(3, 300), 12, SFIConfig(n_sink=0), past)
+    assert slots.tolist() == [[0, 1, 2, *range(7, 16)]] * 3 and torch.equal(past, scores[:, 0].softmax(-1))
+
+
+@pytest.mark.parametrize("name", selector.STEPS)
+def test_scores_in_the_cache_dtype_are_widened_first(name):
     scores, key_norm = evidence(3, 6, 400)
-    cfg = SFIConfig(selector="span")
+    cfg = SFIConfig(selector=name)
     narrow = scores.bfloat16()
     assert torch.equal(select(narrow, key_norm, 128, cfg), select(narrow.float(), key_norm, 128, cfg))
 

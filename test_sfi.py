@@ -74,9 +74,12 @@ def run(model, cfg, prompts, new, **kwargs):
         (dict(min_gap=65), "min_gap = 65; allowed is at most max_interval = 64"),
         (dict(n_recent=15), "n_recent = 15; allowed is at least n_evidence = 16"),
         (dict(policy="often"), "policy = 'often'; allowed are sentence, fixed, never, window, dense"),
-        (dict(selector="best"), "selector = 'best'; allowed are span, paper"),
+        (dict(selector="best"), "selector = 'best'; allowed are follow, paper, span"),
         (dict(fusion="harmonic"), "fusion = 'harmonic'; allowed"),
-        (dict(paper_steps=("prior", "pruning")), "paper_steps has 'pruning'; allowed"),
+        (
+            dict(selector="paper", steps=("prior", "pruning")),
+            "steps has 'pruning'; selector paper has power_mean",
+        ),
     ],
 )
 def test_config_errors_say_got_and_allowed(change, message):
@@ -95,7 +98,7 @@ def test_config_defaults_are_the_specified_ones():
         64,
         16,
     )
-    assert (c.policy, c.selector) == ("sentence", "span")
+    assert (c.policy, c.selector) == ("sentence", "follow")
 
 
 def test_recent_window_and_candidates_to_the_token():
@@ -117,7 +120,7 @@ def test_capacity_and_bytes(tiny):
     huge = replace(c, n_sink=10**9, n_recent=10**9, max_interval=10**9)  # no text has so many tokens
     assert huge.capacity(1000, 500) <= 3 * 1000 + 2 * c.align
     engine = Engine(tiny, SMALL, token_text, batch=2, max_length=90, new_tokens=20)
-    held = engine.cache.k.nbytes + engine.cache.v.nbytes + engine.key_norm.nbytes
+    held = sum(x.nbytes for x in (engine.cache.k, engine.cache.v, engine.key_norm, engine.past))
     assert held == cache_bytes(tiny.config, SMALL, batch=2, max_length=90, new_tokens=20, dtype=torch.float32)
 
 
@@ -228,9 +231,9 @@ def test_evidence_is_the_true_attention_of_the_step(tiny):
     """
     seen = []
 
-    def spy(scores, key_norm, n, cfg):
+    def spy(scores, key_norm, *rest):
         seen.append((scores, key_norm))
-        return select(scores, key_norm, n, cfg)
+        return select(scores, key_norm, *rest)
 
     engine = Engine(tiny, SMALL, token_text, max_length=70, new_tokens=5)
     engine.ops = engine.ops._replace(select=spy)
@@ -271,6 +274,7 @@ class Naive:
         self.model, self.cfg = model, cfg
         self.k, self.v = ([[] for _ in range(model.config.num_hidden_layers)] for _ in range(2))
         self.visible = None  # per layer and KV head: the set of positions in the memory
+        self.past = [torch.zeros(3, 0) for _ in self.k]  # what selector `follow` remembers, per layer
         self.armed, self.since, self.reasons = "no", 0, []
 
     def forward(self, tokens, dense, refresh):
@@ -298,11 +302,11 @@ class Naive:
                     out[0, t, h] = s.masked_fill(~see, -torch.inf).softmax(0) @ V[:, h // 5]
             if refresh:
                 norm = torch.stack([K[low:high, j].norm(dim=-1) for j in range(3)])
-                slots = (
-                    select(scores[:, :, low:high], norm, self.cfg.n_select, self.cfg)
-                    if self.cfg.budget
-                    else [[]] * 3
-                )
+                slots = [[]] * 3
+                if self.cfg.budget:
+                    new = torch.zeros(3, max(high - low - self.past[layer].shape[1], 0))
+                    past = self.past[layer] = torch.cat([self.past[layer], new], dim=1)
+                    slots = select(scores[:, :, low:high], norm, past, self.cfg.n_select, self.cfg)
                 chosen.append(
                     [set(range(low)) | {int(p) for p in row} | set(range(high, total)) for row in slots]
                 )
@@ -348,7 +352,8 @@ class Naive:
 
 
 CONFIGS = {
-    "sentence-span": SMALL,
+    "sentence-follow": SMALL,
+    "sentence-span": replace(SMALL, selector="span"),
     "sentence-paper": replace(SMALL, selector="paper"),
     "geometric": replace(SMALL, selector="paper", fusion="geometric"),
     "fixed": replace(SMALL, policy="fixed", max_interval=5),
@@ -442,7 +447,7 @@ def test_first_refresh_comes_with_the_first_candidate_too_many(tiny, n, reasons)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["sentence-span", "sentence-paper", "window", "dense"])
+@pytest.mark.parametrize("name", ["sentence-follow", "sentence-paper", "window", "dense"])
 def test_rows_of_a_batch_are_independent(tiny, name, temperature):
     """Unequal lengths, rows ending at different times, mixed steps: each row as if alone."""
     prompts = [prompt(5, 1), prompt(61, 2), prompt(31, 3)]
