@@ -88,7 +88,7 @@ def filler(rng: random.Random, text: Text, tokens: int) -> list[str]:
 
 
 def needle(task: str, rng: random.Random, text: Text, tokens: int):
-    """(prompt ids, answer) of a retrieval task: digits hidden in prose, at a random depth."""
+    """(prompt ids, answer, depth) of a retrieval task: digits hidden in prose, at a random depth (0 to 1)."""
     digits = lambda: "".join(rng.choice("0123456789") for _ in range(5))
     if task in ("keys", "free"):
         facts = [(f"The pass key is {(key := digits())}. Remember it. {key} is the pass key.", key)]
@@ -102,8 +102,10 @@ def needle(task: str, rng: random.Random, text: Text, tokens: int):
     paragraphs = filler(rng, text, tokens - 80 - 25 * len(facts))
     for fact, _ in facts:
         paragraphs.insert(rng.randrange(len(paragraphs) + 1), fact)
-    ids = text.encode(text.chat("\n\n".join(paragraphs) + f"\n\n{question}"))
-    return (ids if task == "free" else ids + text.encode(f" {start}".lstrip())), facts[0][1]
+    whole, (fact, answer) = "\n\n".join(paragraphs), facts[0]
+    ids = text.encode(text.chat(f"{whole}\n\n{question}"))
+    ids += [] if task == "free" else text.encode(f" {start}".lstrip())
+    return ids, answer, whole.index(fact) / len(whole)
 
 
 class Bench:
@@ -111,6 +113,7 @@ class Bench:
 
     def __init__(self, model, text: Text, new: int):
         self.model, self.text, self.new = model, text, new
+        self.depths = []  # of the answers in the prompts, for the retrieval tasks
 
     def prefill(self, ids: list[int]):
         sizes = dict(max_length=len(ids) + self.new, new_tokens=self.new)
@@ -168,9 +171,10 @@ def continue_sample(bench: Bench, table: list[Row], ids: list[int], new: int):
             row.scores.setdefault(name, []).append(value)
 
 
-def needle_sample(bench: Bench, table: list[Row], ids: list[int], answer: str, free: bool):
+def needle_sample(bench: Bench, table: list[Row], ids: list[int], answer: str, depth: float, free: bool):
     """Whether the answer is found; in free generation also where the text first differs from dense's."""
     bench.prefill(ids)
+    bench.depths.append(depth)
     outs = [bench.greedy(row.cfg, 48 if free else 8) for row in table]
     for row, out in zip(table, outs, strict=True):
         text = re.sub(r"\s", "", bench.text.tokenizer.decode(out))
@@ -209,8 +213,10 @@ def interval(values) -> list[float]:
     return [round(float(x), 4) for x in np.percentile(means, [2.5, 97.5])]
 
 
-def summary(task: str, table: list[Row], context: int, share: float) -> list[dict]:
-    """A dict for each row and metric; diff: paired difference from the first row after dense."""
+def summary(task: str, table: list[Row], context: int, share: float, depths=()) -> list[dict]:
+    """A dict for each row and metric; diff: paired difference from the first row after dense; by_depth: means
+    over the thirds of the text that the answer lay in.
+    """
     out = []
     for row in table:
         for metric, values in row.scores.items():
@@ -234,6 +240,11 @@ def summary(task: str, table: list[Row], context: int, share: float) -> list[dic
                     "samples": len(values),
                 }
             )
+            if depths:
+                thirds = [
+                    [v for v, d in zip(values, depths, strict=False) if int(3 * d) == i] for i in range(3)
+                ]
+                out[-1]["by_depth"] = [round(float(np.mean(t)), 3) if t else None for t in thirds]
     return out
 
 
@@ -358,11 +369,12 @@ def main(argv=None):
             print(f"{task}: stopped after {done} samples", file=sys.stderr)
             if not done:
                 break
-        found = summary(task, table, args.context, args.share)
+        found = summary(task, table, args.context, args.share, bench.depths)
         print(f"\n{task}: {found[0]['samples']} prompts of about {args.context} tokens, share {args.share}")
         show(found, table)
         results += found
-        raw[task] = [{"policy": r.policy, "selector": r.selector, "scores": r.scores} for r in table]
+        scores = [{"policy": r.policy, "selector": r.selector, "scores": r.scores} for r in table]
+        raw[task] = {"depths": bench.depths, "rows": scores} if bench.depths else {"rows": scores}
         if args.out:
             args.out.write_text(json.dumps({"rows": results, "raw": raw}) + "\n", encoding="utf-8")
     print(json.dumps({"ckpt": args.ckpt, "rows": results}))

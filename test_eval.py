@@ -21,6 +21,7 @@ from eval import (
     needle_sample,
     read_tasks,
     rows,
+    summary,
     words,
 )
 from sfi import SFIConfig
@@ -54,15 +55,15 @@ def test_rows_show_the_same_number_of_tokens():
 @pytest.mark.parametrize("task", ["keys", "several", "lookup", "free"])
 def test_needles_are_seeded_stand_in_the_prompt_and_have_one_answer(smollm2, task):
     _, text, _ = smollm2
-    ids, answer = needle(task, random.Random("a"), text, 1500)
+    ids, answer, depth = needle(task, random.Random("a"), text, 1500)
     assert (
-        (ids, answer)
+        (ids, answer, depth)
         == needle(task, random.Random("a"), text, 1500)
         != needle(task, random.Random("b"), text, 1500)
     )
     prompt = text.tokenizer.decode(ids)
     assert prompt.count(answer) == (2 if task in ("keys", "free") else 1)
-    assert 1200 < len(ids) < 1600
+    assert 1200 < len(ids) < 1600 and abs(prompt.index(answer) / len(prompt) - depth) < 0.1
     keys = set(re.findall(r"\b\d{5}\b", prompt))
     assert len(keys) == {"several": 4, "lookup": 16}.get(task, 1) and answer in keys
 
@@ -96,10 +97,12 @@ def test_an_answer_is_found_in_what_a_row_generates(tiny_text):
     bench, table = Bench(model, text, 64), rows(["sentence"], ["follow"], 300, 0.5, SFIConfig())
     bench.prefill(ids)
     out = text.tokenizer.decode(bench.greedy(table[0].cfg, 48)).replace(" ", "")
-    needle_sample(bench, table, ids, out[:3], True)
+    needle_sample(bench, table, ids, out[:3], 0.2, True)
     assert table[0].scores["found"] == [True] and table[0].scores["same_tokens"][0] >= 1
-    needle_sample(bench, table, ids, "no such answer", True)
+    needle_sample(bench, table, ids, "no such answer", 0.9, True)
     assert table[0].scores["found"] == [True, False]
+    found = [r for r in summary("free", table, 300, 0.5, bench.depths) if r["metric"] == "found"]
+    assert found[0]["score"] == 0.5 and found[0]["by_depth"] == [1.0, None, 0.0]
 
 
 def test_word_scores():
