@@ -59,10 +59,14 @@ class Row:
     scores: dict
 
 
+def recent_window(share: float) -> int:
+    return 64 if share <= 0.125 else 128
+
+
 def rows(policies, selectors, context: int, share: float, base: SFIConfig) -> list[Row]:
     """Dense first; then all policies and selectors at the same number of visible tokens."""
-    visible, recent = round(share * context), 64 if share <= 0.125 else 128
-    n_select = visible - recent - base.n_sink
+    recent = recent_window(share)
+    n_select = round(share * context) - recent - base.n_sink
     if n_select < 1:
         raise ValueError(
             f"--share {share} of {context} tokens leaves {n_select} to select; allowed is 1 or more"
@@ -326,6 +330,7 @@ def main(argv=None):
         help="rows of policy sentence",
     )
     add("--share", type=float, default=0.125, help="visible tokens / context right after the prefill")
+    add("--n-select", type=int, metavar="N", help="N, where it shall not follow from --share")
     add("--context", type=int, default=2048, metavar="N", help="tokens of a prompt, about")
     add("--new", type=int, default=128, metavar="N", help="forced tokens of task continue")
     add("--samples", type=int, default=100, metavar="N", help="prompts a task")
@@ -335,9 +340,13 @@ def main(argv=None):
     add("--out", type=Path, metavar="FILE", help="also write the results and every sample's scores here")
     args = p.parse_args(argv)
     try:
+        if args.n_select is not None:
+            visible = lambda share: (SFIConfig.n_sink + args.n_select + recent_window(share)) / args.context
+            args.share = visible(visible(0.0))
         if args.samples < 1 or args.new < 2 or args.context < 512 or not 0 < args.share < 1:
             raise ValueError(
-                "allowed are --samples 1, --new 2, --context 512 or more, --share between 0 and 1"
+                "allowed are --samples 1, --new 2, --context 512 or more, --share between 0 and 1, "
+                "--n-select below --context"
             )
         for task in args.task:
             if task not in TASKS and not task.endswith(".jsonl"):

@@ -47,7 +47,7 @@ class SFIConfig:
     n_evidence: int = option(16, "last queries of a dense pass whose attention decides the selection")
     policy: str = option("sentence", "when a step is slow", POLICIES)
     selector: str = option("follow", "how tokens are selected", SELECTORS)
-    steps: tuple[str, ...] | None = option(None, "which steps of the selector run; none given: all")
+    steps: tuple[str, ...] | None = option(None, "selector steps to run, such as past,heads; none given: all")
     fusion: str = option("arithmetic", "how selector `paper` joins evidence and prior", tuple(FUSIONS))
 
     def __post_init__(self):

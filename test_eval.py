@@ -134,6 +134,7 @@ def test_question_files(tmp_path, content, message):
 def test_random_weights_are_refused_and_errors_are_one_line(folder, capsys):
     cases = {"random weights": [], "--task eat; allowed are continue": ["--task", "eat"]}
     cases |= {"--share between 0 and 1": ["--share", "2"], "invalid choice: 'best'": ["--selector", "best"]}
+    cases |= {"--n-select below --context": ["--n-select", "2000"], "leaves 0 to": ["--n-select", "0"]}
     for message, argv in cases.items():
         for main in (quality.main, stability.main) if not argv else (quality.main,):
             with pytest.raises(SystemExit) as e:
@@ -147,13 +148,13 @@ def test_the_command_prints_a_table_and_one_json_line(smollm2, capsys, tmp_path)
     file, out = tmp_path / "tasks.jsonl", tmp_path / "out.json"
     task = {"context": "The sea is green. " * 40, "question": "What colour is the sea?", "answers": ["green"]}
     file.write_text(json.dumps(task))
-    argv = ["--task", str(file), "keys", "--samples", "1", "--context", "700", "--share", "0.25"]
+    argv = ["--task", str(file), "keys", "--samples", "1", "--context", "700", "--n-select", "43"]
     quality.main([*argv, "--policy", "window", "--out", str(out)])
     printed = capsys.readouterr().out
     result = json.loads(printed.splitlines()[-1])
     assert {r["task"] for r in result["rows"]} == {str(file), "keys"} and "window" in printed
     need = {"task", "policy", "selector", "n_select", "score", "ci", "samples"}
-    assert all(need <= set(r) and r["samples"] == 1 for r in result["rows"])
+    assert all(need <= set(r) and r["samples"] == 1 and r["share"] == 0.25 for r in result["rows"])
     assert json.loads(out.read_text())["rows"] == result["rows"]
     assert [r["score"] for r in result["rows"] if (r["task"], r["policy"]) == ("keys", "dense")] == [1.0]
 

@@ -63,14 +63,14 @@ def pass_key_prompt(text: Text, depth: float, tokens=3000):
 
 
 def test_pass_keys(smollm2):
-    """14 keys at depths of 5 to 90 %: dense finds all, so does the default at N = 512, at N = 256 it finds
-    12, a window hardly any.
+    """14 keys at depths of 5 to 90 %: dense finds all, so does the default at N = 256 and 128, windows hardly
+    any.
     """
     model, text, _ = smollm2
     configs = {
         "dense": DENSE,
-        "default 512": SFIConfig(n_select=512),
         "default 256": SFIConfig(n_select=256),
+        "default 128": SFIConfig(n_select=128),
         "window": SFIConfig(policy="window"),
     }
     found, fast = dict.fromkeys(configs, 0), 0
@@ -92,8 +92,8 @@ def test_pass_keys(smollm2):
     print(found)
     assert fast == 3 * 14 * 7  # every step but dense's was fast: the answers come from the compact memory
     assert found["dense"] == 14
-    assert found["default 512"] == 14
-    assert found["default 256"] >= 12
+    assert found["default 256"] == 14
+    assert found["default 128"] == 14
     assert found["window"] <= 2
 
 
