@@ -534,6 +534,11 @@ def test_fork_continues_from_the_same_tokens(tiny):
         if token is not None:
             got, want = fork.step([token])[0], whole.step([token])[0]
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert whole.past.any()  # and from what the refreshes so far have seen
+    later = whole.fork(SMALL)
+    for engine in (later, whole):
+        engine.prefill(0, prompt(5))
+    assert torch.equal(later.past, whole.past) and torch.equal(later.step([7])[0], whole.step([7])[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
