@@ -427,12 +427,13 @@ def attend_and_score(q, K, V, block=2048):
     """Attention of one token, and its scores: q (K, G, D); K, V (K, n, D) -> out (K, G, D), fp32 (K, G, n).
 
     The scores are needed anyway at a slow step, so the output is made from them.  In blocks: what a product
-    reads, widened to fp32 where it is narrower, then comes from the processor's cache.
+    reads, widened to fp32 where it is narrower, then comes from the processor's cache.  Which factor of the
+    scores comes first is what was fastest on a CPU: the long one as it lies, the short one if it was widened.
     """
     q, room = q.float(), torch.empty((K.shape[0], block, K.shape[2]), device=K.device)
     wide = lambda x: x if x.dtype == torch.float32 else room[:, : x.shape[1]].copy_(x)
-    s = torch.cat([wide(keys) @ q.transpose(1, 2) for keys in K.split(block, dim=1)], dim=1)  # (K, n, G)
-    s = s.transpose(1, 2).contiguous() * K.shape[-1] ** -0.5  # (K, G, n)
+    dots = (lambda keys: (keys @ q.mT).mT) if K.dtype == torch.float32 else lambda keys: q @ wide(keys).mT
+    s = torch.cat([dots(keys) for keys in K.split(block, dim=1)], dim=2) * K.shape[-1] ** -0.5  # (K, G, n)
     p, out = s.softmax(-1), torch.zeros_like(q)
     for weights, values in zip(p.split(block, dim=2), V.split(block, dim=1), strict=True):
         out.baddbmm_(weights, wide(values))

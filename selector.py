@@ -53,7 +53,7 @@ def top_n(score, n):
     """Indices (K, n) of each row's n largest scores (K, M), ascending; equal scores go to the lower index."""
     if n == 0:
         return score.new_empty((score.shape[0], 0), dtype=torch.int64)
-    threshold = score.topk(n).values[:, -1:]  # (K, 1)
+    threshold = score.topk(n, sorted=False).values.amin(-1, keepdim=True)  # (K, 1)
     above, equal = score > threshold, score == threshold
     room = n - above.sum(-1, keepdim=True)
     chosen = above | (equal & (equal.cumsum(-1) <= room))
