@@ -133,9 +133,9 @@ class Bench:
 
     def greedy(self, cfg: SFIConfig, new: int) -> list[int]:
         engine, logits = self.start(cfg)
-        out = [logits.argmax().item()]
+        out = engine.pick(logits)
         while len(out) < new and out[-1] not in self.text.stop_ids:
-            out.append(engine.step(out[-1:])[0].argmax().item())
+            out += engine.pick(engine.step(out[-1:])[0])
         return out
 
     def forced(self, cfg: SFIConfig, tokens: list[int]):

@@ -95,11 +95,11 @@ def noise(seed: int, row: int, position: int, size: int) -> torch.Tensor:
     return -torch.from_numpy(waits).log().float()
 
 
-def sample(logits, positions: list[int], s: Sampling) -> list[int]:
-    """One token a row from finite logits (B, V), to stand at `positions`."""
+def sample(logits, positions: list[int], s: Sampling) -> torch.Tensor:
+    """One token a row, (B,) int64, from finite logits (B, V), to stand at `positions`."""
     if s.temperature > 0:
         drawn = [noise(s.seed, row, p, logits.shape[-1]) for row, p in enumerate(positions)]
         noisy = logits + s.temperature * torch.stack(drawn).to(logits.device)
         all_kept = s.top_k == 0 and s.top_p == 1 and s.min_p == 0
         logits = noisy if all_kept else noisy.masked_fill(~kept(logits, s), -torch.inf)
-    return logits.argmax(-1).tolist()
+    return logits.argmax(-1)

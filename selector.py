@@ -29,14 +29,31 @@ STEPS = {  # of each selector; each can be switched off
 }
 
 
-def select(scores, key_norm, past, n, cfg):
+def select(scores, key_norm, past, high, n, cfg):
+    """Choose n tokens for every KV head of one layer, for the rows that are refreshed.
+
+    scores: what `model.attend` gives, a tensor (K, R, at least high[b]) fp32 a row; key_norm, past
+    (B, K, S_max) fp32; high (B,) int64: row b's candidates are the positions [n_sink, high[b]), -1 for a row
+    that is not refreshed.  Returns positions (B, K, n) int64, ascending and unique, of rows not refreshed 0.
+    """
+    slots = torch.zeros((*key_norm.shape[:2], n), dtype=torch.int64, device=key_norm.device)
+    for b, end in enumerate(high.tolist()):
+        if end >= 0:
+            part = slice(cfg.n_sink, end)
+            slots[b] = select_row(scores[b][..., part], key_norm[b, :, part], past[b, :, part], n, cfg)
+    return slots
+
+
+def select_row(scores, key_norm, past, n, cfg):
     """Choose n of the M candidates for every KV head of one layer and row.
 
-    scores (K, R, M) fp32, finite, the scaled q.k of R evidence rows over the candidates; key_norm (K, M)
-    fp32; past (K, M) fp32, written in place: what selector `follow` remembers from refresh to refresh, zeros
-    before the first; n <= M.  cfg has n_sink, selector, steps and fusion (`sfi.SFIConfig`).  Returns
-    positions (K, n) int64, ascending, unique.
+    scores (K, R, M) fp32, the scaled q.k of R evidence rows over the candidates, FloatingPointError where
+    they are not finite; key_norm (K, M) fp32; past (K, M) fp32, written in place: what selector `follow`
+    remembers from refresh to refresh, zeros before the first; n <= M.  cfg has n_sink, selector, steps and
+    fusion (`sfi.SFIConfig`).  Returns positions (K, n) int64, ascending, unique.
     """
+    if not scores.sum().isfinite():
+        raise FloatingPointError("the attention scores are not finite")
     if n > scores.shape[-1]:
         raise ValueError(f"cannot select n = {n} of {scores.shape[-1]} candidates; ask for at most that many")
     steps = STEPS[cfg.selector] if cfg.steps is None else cfg.steps

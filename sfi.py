@@ -172,21 +172,41 @@ def append(k, v, K, V, key_norm, position, memory):
             V[b, :, slot : slot + T] = v[b]
 
 
-def rebuild(K, V, slots, cap, n_sink, recent, length):
-    """Copy [sinks | selected | recent window] of a row from its full cache into its memory, packed.
+def rebuild(K, V, slots, cap, n_sink, high, length):
+    """Copy [sinks | selected | recent window] of every refreshed row from its full cache into its memory,
+    packed.
 
-    K, V (K, cap + S_max, D) of one layer and row, written in place; slots (K, N) int64 ascending positions;
-    the recent window is [recent, length).  Uses n_sink + N + length - recent slots.
+    K, V (B, K, cap + S_max, D) of one layer, written in place; slots (B, K, N) int64 ascending positions;
+    high, length (B,) int64: row b's recent window is [high[b], length[b]); high[b] = -1: the row is not
+    refreshed. Uses n_sink + N + length[b] - high[b] slots.
     """
-    n = n_sink + slots.shape[1]
-    for cache in (K, V):
-        full = cache[:, cap:]
-        cache[:, :n_sink] = full[:, :n_sink]
-        for memory, whole, chosen in zip(
-            cache, full, slots, strict=True
-        ):  # several times faster than one index
-            torch.index_select(whole, 0, chosen, out=memory[n_sink:n])
-        cache[:, n : n + length - recent] = full[:, recent:length]
+    n = n_sink + slots.shape[2]
+    for b, (first, end) in enumerate(zip(high.tolist(), length.tolist(), strict=True)):
+        if first < 0:
+            continue
+        for cache in (K[b], V[b]):
+            full = cache[:, cap:]
+            cache[:, :n_sink] = full[:, :n_sink]
+            for memory, whole, chosen in zip(cache, full, slots[b], strict=True):  # faster than one index
+                torch.index_select(whole, 0, chosen, out=memory[n_sink:n])
+            cache[:, n : n + end - first] = full[:, first:end]
+
+
+class InLine:
+    """When a layer's memory is refreshed: at once, before the next layer computes."""
+
+    def __init__(self, layers: int):
+        pass
+
+    def before(self, layer: int):
+        """Called before a layer's memory, past or key norms are touched: its refresh must have ended."""
+
+    def beside(self, layer: int, work: Callable, tensors: tuple):
+        """Do work() after what is already under way; `tensors` are those it reads that nobody keeps."""
+        work()
+
+    def join(self):
+        """Wait for every layer's refresh."""
 
 
 class Ops(NamedTuple):
@@ -197,6 +217,7 @@ class Ops(NamedTuple):
     attend: Callable
     select: Callable
     rebuild: Callable
+    schedule: Callable = InLine
 
 
 REFERENCE = Ops("reference", append, attend, select, rebuild)
@@ -255,6 +276,8 @@ class Engine:
         shape = (*self.cache.k.shape[:3], max_length)  # (L, B, K, S_max)
         self.key_norm = torch.empty(shape, dtype=torch.float32, device=model.device)
         self.past = torch.zeros(shape, dtype=torch.float32, device=model.device)  # see `selector.follow`
+        self.schedule = ops.schedule(model.config.num_hidden_layers)
+        self.again = None  # runs the last pass once more
         self.rows = [Row() for _ in range(batch)]
 
     def fork(self, cfg: SFIConfig) -> "Engine":
@@ -262,6 +285,7 @@ class Engine:
         sizes = dict(batch=len(self.rows), max_length=self.max_length, new_tokens=self.new_tokens)
         other = Engine(self.model, cfg, self.token_text, ops=self.ops, **sizes)
         n = max(row.length for row in self.rows)
+        self.schedule.join()
         other.key_norm[..., :n] = self.key_norm[..., :n]
         other.past[..., :n] = self.past[..., :n]
         other.cache.k[..., other.cap : other.cap + n, :] = self.cache.k[..., self.cap : self.cap + n, :]
@@ -284,13 +308,15 @@ class Engine:
             piece = tokens[i * len(tokens) // pieces : (i + 1) * len(tokens) // pieces]
             length = row.length + len(piece)
             part = Part("prefill", self.cap, length, length, refresh=refresh and i == pieces - 1)
-            logits, part = self._run(b, [piece], [part])[:, -1], self._finish(row, part)
+            logits, part = self._checked(self._run(b, [piece], [part]))[:, -1], self._finish(row, part)
             progress(len(piece))
         row.armed, row.since = "no", 0
         return logits, part
 
     def step(self, tokens: list[int | None]):
-        """Feed a token to every row (None: it has ended).  Returns logits (B, V) and what each row did."""
+        """Feed a token to every row (None: it has ended).  Returns logits (B, V), for `pick`, and what each
+        row did.
+        """
         for b, token in enumerate(tokens):
             if token is None:
                 continue
@@ -302,6 +328,14 @@ class Engine:
         parts = [Part() if token is None else self._plan(b, token) for b, token in enumerate(tokens)]
         logits = self._run(0, [[token or 0] for token in tokens], parts)[:, -1]
         return logits, [self._finish(row, part) for row, part in zip(self.rows, parts, strict=True)]
+
+    def pick(self, logits, sampling=GREEDY) -> list[int]:
+        """The next token of every row, from the logits (B, V) of the last pass: the one host read of a step.
+        ValueError if they are not finite.
+        """
+        tokens = sample(logits, [row.length for row in self.rows], sampling)
+        *tokens, finite = torch.cat([tokens, logits.isfinite().all()[None].long()]).tolist()
+        return tokens if finite else self._checked(logits)
 
     def force(self, b: int, tokens: list[int]):
         """Feed given tokens to row b, as `step` would one by one, but a run of fast steps in one pass.
@@ -315,7 +349,7 @@ class Engine:
             fed, parts = zip(*run, strict=True)
             run.clear()
             whole = parts[-1]._replace(memory=parts[0].memory)
-            return self._run(b, [fed], [whole], n_logits=len(fed))[0], parts
+            return self._checked(self._run(b, [fed], [whole], n_logits=len(fed)))[0], parts
 
         for token in tokens:
             if run and self.cfg.policy == "window" and row.since >= self.cfg.max_interval:
@@ -367,75 +401,84 @@ class Engine:
         T = tokens.shape[1]
         first_new = [-1 if p.reason == "ended" else p.length - T for p in parts]
         position = torch.tensor(first_new, device=device)
-        start, length, memory = torch.tensor(
-            [(p.start, p.visible, p.memory) for p in parts], device=device
+        start, length, memory, high = torch.tensor(
+            [(p.start, p.visible, p.memory, self._high(p)) for p in parts], device=device
         ).unbind(1)
-        wanted = any(p.refresh for p in parts) and (self.cfg.budget or self.observe)
-        n_scores = min(self.cfg.n_evidence, T) if wanted else 0
+        n_scores = min(self.cfg.n_evidence, T) if self.observe or self.cfg.budget else 0
+        n_scores = n_scores if any(p.refresh for p in parts) else 0
 
         def attention(layer, q, k, v):
+            self.schedule.before(layer)
             K, V = self.cache.k[layer, cached], self.cache.v[layer, cached]  # (B', K, cap + S_max, D)
             self.ops.append(k, v, K, V, self.key_norm[layer, cached], position, memory)
             out, scores = self.ops.attend(q, K, V, start, length, n_scores)
-            for i, part in enumerate(parts):
-                if part.refresh:
-                    self._refresh(first + i, layer, part.visible, scores and scores[i])
+            if any(p.refresh for p in parts):
+                refresh = lambda: self._refresh(cached, layer, parts, high, length, scores)
+                self.schedule.beside(layer, refresh, (scores, high, length))
             return out
 
         positions = position.clamp_min(0)[:, None] + torch.arange(T, device=device)  # (B', T)
-        forward = lambda: self.model(tokens, positions, attention, n_logits)
+        self.again = lambda: self.model(tokens, positions, attention, n_logits)
         try:
-            logits = forward()  # (B', n_logits, V)
-            finite = logits.isfinite().all()
+            return self.again()  # (B', n_logits, V)
         except FloatingPointError:
-            finite = False
-        if not finite:
-            raise ValueError(self._not_finite(forward))
+            raise ValueError(self._not_finite()) from None
+
+    def _checked(self, logits):
+        """The logits of the last pass; ValueError if they are not finite."""
+        if not logits.isfinite().all():
+            raise ValueError(self._not_finite())
         return logits
 
-    def _not_finite(self, forward) -> str:
+    def _not_finite(self) -> str:
         """What to say of a pass that gave a NaN or an infinity: where it came up first, found by running the
         same pass again.
         """
-        found = []
+        found, passed = [], []
 
         def look(block, inputs, out):
+            passed.append(block)
             if not out.isfinite().all():
                 found.append(f"layer {block.self_attn.layer}")
 
         hooks = [block.register_forward_hook(look) for block in self.model.model["layers"]]
         try:
-            forward()
+            self.again()
             found.append("the output head")
-        except FloatingPointError as e:
-            found.append(str(e))
+        except FloatingPointError:
+            found.append(f"the attention of layer {len(passed)}")
         for hook in hooks:
             hook.remove()
         dtype = str(self.model.dtype).removeprefix("torch.")
         advice = "try dtype float32 where it is another, or fetch the checkpoint again"
         return f"{found[0]} gives values that are not finite, in {dtype}; {advice}"
 
-    def _refresh(self, b, layer, length, scores):
-        """Choose and copy the memory of one row and layer at `length` tokens; scores (K, R, length)."""
-        cfg = self.cfg
-        K, V = self.cache.k[layer, b], self.cache.v[layer, b]
-        low, high = cfg.n_sink, cfg.recent_start(length)
-        slots = torch.empty((K.shape[0], 0), dtype=torch.int64, device=K.device)
-        if cfg.budget:
-            evidence = scores[..., low:high]
-            if not evidence.sum().isfinite():
-                raise FloatingPointError(f"the attention of layer {layer}")
-            norm, past = self.key_norm[layer, b, :, low:high], self.past[layer, b, :, low:high]
-            slots = self.ops.select(evidence, norm, past, cfg.budget, cfg)  # (K, N)
-        self.ops.rebuild(K, V, slots, self.cap, low, high, length)
-        if self.observe:
-            self.observe(b, layer, length, slots, scores)
+    def _high(self, part: Part) -> int:
+        """Where the recent window of a part's new memory starts; -1: it gets none."""
+        return self.cfg.recent_start(part.visible) if part.refresh else -1
+
+    def _refresh(self, rows: slice, layer: int, parts: list[Part], high, length, scores):
+        """Choose and copy the memory of a layer for those of the rows that are refreshed; high, length (B',)
+        int64 and the scores of `attend` belong to the rows.
+        """
+        K, V = self.cache.k[layer, rows], self.cache.v[layer, rows]
+        slots = torch.empty((*K.shape[:2], 0), dtype=torch.int64, device=K.device)
+        if n := self.cfg.budget:
+            key_norm, past = self.key_norm[layer, rows], self.past[layer, rows]
+            slots = self.ops.select(scores, key_norm, past, high, n, self.cfg)  # (B', K, N)
+        self.ops.rebuild(K, V, slots, self.cap, self.cfg.n_sink, high, length)
+        for i, part in enumerate(parts):
+            if self.observe and part.refresh:
+                seen = None if scores is None else scores[i][..., : part.visible]
+                self.observe(rows.start + i, layer, part.visible, slots[i], seen)
 
     def _reanchor(self, b: int) -> int:
         """Policy window: rebuild sinks and window without a dense pass.  Returns tokens copied."""
-        row = self.rows[b]
+        row, rows = self.rows[b], slice(b, b + 1)
+        parts = [Part("fast", visible=row.length, refresh=True)]
+        high, length = torch.tensor([[self._high(parts[0])], [row.length]], device=self.model.device)
         for layer in range(self.model.config.num_hidden_layers):
-            self._refresh(b, layer, row.length, None)
+            self._refresh(rows, layer, parts, high, length, None)
         row.memory, row.since = self._memory_size(row.length), 0
         return row.memory
 
@@ -495,7 +538,7 @@ def decode(
     logits, parts = torch.cat([logits for logits, _ in filled]), [part for _, part in filled]
     live = [True] * len(prompts)
     for made in range(max_new_tokens):
-        picked = sample(logits, [row.length for row in engine.rows], sampling)
+        picked = engine.pick(logits, sampling)
         tokens = [token if alive else None for token, alive in zip(picked, live, strict=True)]
         yield Step(tokens, parts)
         live = [token is not None and token not in stop_ids for token in tokens]

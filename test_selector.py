@@ -22,7 +22,8 @@ STEPS = selector.STEPS["paper"]
 
 
 def select(scores, key_norm, n, cfg, past=None):
-    return selector.select(scores, key_norm, torch.zeros_like(key_norm) if past is None else past, n, cfg)
+    past = torch.zeros_like(key_norm) if past is None else past
+    return selector.select_row(scores, key_norm, past, n, cfg)
 
 
 def loop_paper(scores, key_norm, n, steps, fusion):
@@ -193,6 +194,23 @@ def test_span_takes_whole_blocks_even_cut_ones():
     scores[0, 0, 300] = 9.5  # position 330, block 320 .. 351
     slots = select(scores, key_norm, 128, SFIConfig(n_sink=30, selector="span"))[0].tolist()
     assert set(range(320, 352)) <= set(slots) and len(slots) == 128
+
+
+def test_rows_of_a_batch_have_their_own_candidates():
+    """Each as alone; a row that is not refreshed gets nothing and forgets nothing."""
+    torch.manual_seed(0)
+    cfg = SFIConfig(n_sink=3)
+    scores = [torch.randn(2, 4, n) for n in (60, 9, 47)]
+    key_norm, past = torch.rand(3, 2, 80), torch.rand(3, 2, 80)
+    before = past.clone()
+    slots = selector.select(scores, key_norm, past, torch.tensor([50, -1, 40]), 10, cfg)
+    for b, high in ((0, 50), (2, 40)):
+        part = slice(3, high)
+        want = select(
+            scores[b][..., part], key_norm[b, :, part], 10, cfg, alone := before[b, :, part].clone()
+        )
+        assert torch.equal(slots[b], want) and torch.equal(past[b, :, part], alone)
+    assert slots[1].eq(0).all() and torch.equal(past[1], before[1])
 
 
 def test_ties_go_to_the_lower_position():

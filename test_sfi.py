@@ -11,7 +11,7 @@ import torch
 from conftest import BASE, dense_logits
 from model import KVCache, ModelConfig, with_yarn
 from sampling import Sampling
-from selector import select
+from selector import select, select_row
 from sfi import (
     Engine,
     SFIConfig,
@@ -179,14 +179,19 @@ def test_append_writes_what_is_named_and_nothing_else():
 
 
 def test_rebuild_packs_sinks_selected_and_recent():
-    K, V = torch.randn(2, 3, 30 + 50, 8)
-    full = K[:, 30:].clone()
-    slots = torch.tensor([[5, 9, 20], [2, 3, 4], [7, 21, 22]])
-    rebuild(K, V, slots, 30, 2, 24, 33)
-    for head in range(3):
-        want = [0, 1, *slots[head].tolist(), *range(24, 33)]
-        assert torch.equal(K[head, : len(want)], full[head, want])
-    assert torch.equal(K[:, 30:], full)
+    """Of the rows that are refreshed; the others stay as they are."""
+    torch.manual_seed(0)
+    K, V = torch.randn(2, 3, 3, 30 + 50, 8)
+    before = K.clone(), V.clone()
+    slots = torch.tensor([[5, 9, 20], [2, 3, 4], [7, 21, 22]]) + torch.arange(3)[:, None, None]
+    rebuild(K, V, slots, 30, 2, torch.tensor([24, -1, 40]), torch.tensor([33, 50, 41]))
+    for cache, old in zip((K, V), before, strict=True):
+        for row, recent in ((0, range(24, 33)), (2, range(40, 41))):
+            for head in range(3):
+                want = [0, 1, *slots[row, head].tolist(), *recent]
+                assert torch.equal(cache[row, head, : len(want)], old[row, head, 30:][want])
+                assert torch.equal(cache[row, head, len(want) :], old[row, head, len(want) :])
+        assert torch.equal(cache[1], old[1])
 
 
 def test_memory_holds_kv_heads(tiny):
@@ -231,9 +236,10 @@ def test_evidence_is_the_true_attention_of_the_step(tiny):
     """
     seen = []
 
-    def spy(scores, key_norm, *rest):
-        seen.append((scores, key_norm))
-        return select(scores, key_norm, *rest)
+    def spy(scores, key_norm, past, high, *rest):
+        candidates = slice(SMALL.n_sink, high.item())
+        seen.append((scores[0][..., candidates], key_norm[0, :, candidates]))
+        return select(scores, key_norm, past, high, *rest)
 
     engine = Engine(tiny, SMALL, token_text, max_length=70, new_tokens=5)
     engine.ops = engine.ops._replace(select=spy)
@@ -306,7 +312,7 @@ class Naive:
                 if self.cfg.budget:
                     new = torch.zeros(3, max(high - low - self.past[layer].shape[1], 0))
                     past = self.past[layer] = torch.cat([self.past[layer], new], dim=1)
-                    slots = select(scores[:, :, low:high], norm, past, self.cfg.n_select, self.cfg)
+                    slots = select_row(scores[:, :, low:high], norm, past, self.cfg.n_select, self.cfg)
                 chosen.append(
                     [set(range(low)) | {int(p) for p in row} | set(range(high, total)) for row in slots]
                 )
@@ -626,7 +632,7 @@ def test_logits_that_are_not_finite_are_an_error_not_token_0(tiny, part, where, 
     engine = Engine(broken, dense, token_text, max_length=60, new_tokens=5)
     engine.prefill(0, prompt(20))
     part(broken.model)[3] = float(value)
-    for run in (lambda: engine.step([5]), lambda: engine.prefill(0, prompt(7))):
+    for run in (lambda: engine.pick(engine.step([5])[0]), lambda: engine.prefill(0, prompt(7))):
         with pytest.raises(
             ValueError, match=f"^{where} gives values that are not finite, in bfloat16; try dtype"
         ):
