@@ -90,7 +90,7 @@ def gathering(positions):
     compact memory: positions (K, n) int64, sorted.
     """
 
-    def attend_by_index(q, K, V, start, length, n_scores=0):
+    def attend_by_index(q, K, V, start, length, scores=None):
         n, B = int(length.max()), len(K)
         picked = [
             torch.stack([x.index_select(0, p[:n]) for x, p in zip(cache, positions, strict=True)])

@@ -14,6 +14,7 @@ import torch
 
 import story
 from model import CPU_HAS_BF16, DTYPES, Model, ModelConfig
+from sfi import REFERENCE, Ops, SFIConfig
 
 
 def read_prompt(name: str) -> str:
@@ -94,6 +95,35 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name != "auto":
         return DTYPES[name]
     return torch.bfloat16 if device.type == "cuda" or CPU_HAS_BF16 else torch.float32
+
+
+def choose_backend(name: str, device: torch.device, cfg: SFIConfig, quiet=False) -> Ops:
+    """The leaf operations to decode with; where `auto` cannot have Triton on a GPU it says so, once."""
+    if name == "reference" or (name == "auto" and device.type == "cpu"):
+        return REFERENCE
+    problem = triton_problem(device, cfg)
+    if problem is None:
+        from kernels import triton_ops
+
+        return triton_ops(device.type == "cuda")
+    if name == "triton":
+        raise ValueError(f"--backend triton: {problem}; or choose --backend reference")
+    if not quiet:
+        print(f"no optimized path: {problem}", file=sys.stderr)
+    return REFERENCE
+
+
+def triton_problem(device: torch.device, cfg: SFIConfig) -> str | None:
+    """Why the Triton kernels cannot run; None if they can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed (it comes with CUDA builds of torch for Linux); pip install triton"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "it needs a CUDA device, or TRITON_INTERPRET=1 in the environment to be interpreted, slowly"
+    import kernels
+
+    if cfg.selector not in kernels.SCORES:
+        return f"there are no kernels for --selector {cfg.selector}; give one of {', '.join(kernels.SCORES)}"
+    return None
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, batch: int) -> tuple[int, int]:

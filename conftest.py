@@ -7,8 +7,12 @@ import shutil
 import sys
 from pathlib import Path
 
-import pytest
 import torch
+
+if not torch.cuda.is_available():  # read when the kernels are imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 

@@ -25,6 +25,7 @@ from checks import (
     check_memory,
     check_output,
     check_plot,
+    choose_backend,
     choose_device,
     choose_dtype,
     read_prompts,
@@ -33,7 +34,7 @@ from checks import (
 from model import DTYPES, ModelConfig, load, read_json, with_yarn
 from report import DIM, Clock, Screen, counts, paint, report
 from sampling import Sampling
-from sfi import REFERENCE, Engine, SFIConfig, Tally, cache_bytes, check_lengths, decode
+from sfi import BACKENDS, Engine, SFIConfig, Tally, cache_bytes, check_lengths, decode
 from text import Text
 from tracing import Trace, plot
 
@@ -96,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     dtypes = ["auto", *DTYPES]
     add("--dtype", choices=dtypes, default="auto", help="auto: bfloat16 where the processor has it")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
+    add("--backend", choices=BACKENDS, default="auto", help="auto: triton on cuda, else reference")
     add("--yarn", type=float, metavar="FACTOR", help="stretch the positions; 4 makes Qwen3's 131072")
 
     add = p.add_argument_group("method").add_argument
@@ -124,6 +126,7 @@ def run(args) -> int:
     Sampling(**{name: value for name, value in given.items() if value is not None})
     device = choose_device(args.device)
     dtype = choose_dtype(args.dtype, device)
+    ops = choose_backend(args.backend, device, cfg, args.quiet)
     check_output("--trace", args.trace, (".jsonl",), args.prompt or [])
     check_output("--plot", args.plot, PICTURES, args.prompt or [])
     check_plot(args.plot)
@@ -144,7 +147,7 @@ def run(args) -> int:
     sizes = dict(batch=len(ids), max_length=longest + new, new_tokens=new)
     weights, weights_read = weight_bytes(config, dtype, len(ids))
     check_memory(weights, cache_bytes(config, cfg, dtype=dtype, **sizes), device)
-    facts = dict(backend=REFERENCE.name, device=str(device), dtype=str(dtype).removeprefix("torch."))
+    facts = dict(backend=ops.name, device=str(device), dtype=str(dtype).removeprefix("torch."))
     facts |= dict(seed=args.seed, sampling=asdict(sampling), ckpt=args.ckpt, config=asdict(cfg))
     if not args.quiet:
         how = "{dtype} on {device}, {backend} backend".format(**facts) + f", policy {cfg.policy}, {sampling}"
@@ -157,7 +160,7 @@ def run(args) -> int:
     facts["load_s"] = time.perf_counter() - began
     trace = Trace(config, cfg, text.token_text, len(ids), longest + new) if args.trace or args.plot else None
     observe = trace.refreshed if trace else None
-    engine = Engine(model, cfg, text.token_text, ops=REFERENCE, observe=observe, **sizes)
+    engine = Engine(model, cfg, text.token_text, ops=ops, observe=observe, **sizes)
     result = answer(args, engine, ids, text, sampling, trace, weights_read) | facts
     if args.json:
         print(json.dumps(result), flush=True)

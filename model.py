@@ -423,8 +423,9 @@ class KVCache:
         self.k, self.v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
 
 
-def attend_and_score(q, K, V, block=2048):
-    """Attention of one token, and its scores: q (K, G, D); K, V (K, n, D) -> out (K, G, D), fp32 (K, G, n).
+def attend_and_score(q, K, V, scores, block=2048):
+    """Attention of one token, q (K, G, D) over K, V (K, n, D), written with its scores: out (K, G, D), scores
+    (K, G, n) fp32, in place.
 
     The scores are needed anyway at a slow step, so the output is made from them.  In blocks: what a product
     reads, widened to fp32 where it is narrower, then comes from the processor's cache.  Which factor of the
@@ -433,32 +434,31 @@ def attend_and_score(q, K, V, block=2048):
     q, room = q.float(), torch.empty((K.shape[0], block, K.shape[2]), device=K.device)
     wide = lambda x: x if x.dtype == torch.float32 else room[:, : x.shape[1]].copy_(x)
     dots = (lambda keys: (keys @ q.mT).mT) if K.dtype == torch.float32 else lambda keys: q @ wide(keys).mT
-    s = torch.cat([dots(keys) for keys in K.split(block, dim=1)], dim=2) * K.shape[-1] ** -0.5  # (K, G, n)
-    p, out = s.softmax(-1), torch.zeros_like(q)
+    for part, keys in zip(scores.split(block, dim=2), K.split(block, dim=1), strict=True):
+        torch.mul(dots(keys), K.shape[-1] ** -0.5, out=part)  # (K, G, block)
+    p, out = scores.softmax(-1), torch.zeros_like(q)
     for weights, values in zip(p.split(block, dim=2), V.split(block, dim=1), strict=True):
         out.baddbmm_(weights, wide(values))
-    return out.to(K.dtype), s
+    return out.to(K.dtype)
 
 
-def attend(q, K, V, start, length, n_scores=0):
+def attend(q, K, V, start, length, scores=None):
     """Causal attention of each row over its own span of slots: the reference, and on a CPU the fast way too.
 
     q (B, T, H, D); K, V (B, K, slots, D) of one layer; start, length (B,) int64.  Row b reads slots
     [start, start + length), the last T of which are its own tokens: query t sees length - T + t + 1 of them.
-    A row of length 0 gives zeros.  Returns out (B, T, H, D) and, if n_scores > 0, one fp32 tensor a row,
-    (K, G * n_scores, length): the scaled scores q.k / sqrt(D) of the last n_scores queries, not masked,
-    rounded to the cache dtype; its row g * n_scores + w belongs to query head g of the group and query w.
+    A row of length 0 gives zeros.  Returns out (B, T, H, D), and `scores`, which, if given, is (B, K, G * W,
+    width) fp32 and gets in its first length[b] columns the scaled scores q.k / sqrt(D) of the last W queries,
+    not masked, rounded to the cache dtype; row g * W + w belongs to query head g of the group and query w.
 
     The G query heads of a KV head become the rows of one product, so K and V are read once, not G times.
     The lengths are read on the host: nothing on a CPU, one wait a layer on a GPU.
     """
     _, T, H, D = q.shape
     n_kv, G = K.shape[1], H // K.shape[1]
-    out, scores = torch.zeros_like(q), [] if n_scores else None
+    out, W = torch.zeros_like(q), scores.shape[2] // G if scores is not None else 0
     for b, (first, n) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
         if n == 0:
-            if n_scores:
-                scores.append(q.new_zeros((n_kv, G * n_scores, 0), dtype=torch.float32))
             continue
         keys, values = K[b, :, first : first + n], V[b, :, first : first + n]  # (K, n, D)
         queries = q[b].unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3)  # (K, G, T, D)
@@ -466,17 +466,15 @@ def attend(q, K, V, start, length, n_scores=0):
         if T > 1:
             mask = torch.ones(T, n, dtype=torch.bool, device=q.device).tril(n - T).repeat(G, 1)
         grouped = queries.flatten(1, 2)[None], keys[None], values[None]  # (1, K, G * T or n, D)
-        if T == 1 and n_scores:
-            o, s = attend_and_score(*(x[0] for x in grouped))
-            out[b] = o.flatten(0, 1)  # (H, D)
-            scores.append(s)
+        if T == 1 and W:
+            out[b] = attend_and_score(*(x[0] for x in grouped), scores[b, ..., :n]).flatten(0, 1)  # (H, D)
             continue
         o = F.scaled_dot_product_attention(*grouped, attn_mask=mask)[0].unflatten(1, (G, T))  # (K, G, T, D)
         out[b] = o.permute(2, 0, 1, 3).flatten(1, 2)  # (T, H, D)
-        if n_scores:
-            last = queries[:, :, T - n_scores :].flatten(1, 2)  # (K, G * n_scores, D)
+        if W:
+            last = queries[:, :, T - W :].flatten(1, 2)  # (K, G * W, D)
             # The long side first: several times faster on a CPU than (few rows) x (many columns).
-            scores.append(torch.matmul(keys, last.transpose(1, 2)).transpose(1, 2).float() * D**-0.5)
+            scores[b, ..., :n] = torch.matmul(keys, last.mT).mT.float() * D**-0.5
     return out, scores
 
 

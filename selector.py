@@ -32,9 +32,9 @@ STEPS = {  # of each selector; each can be switched off
 def select(scores, key_norm, past, high, n, cfg):
     """Choose n tokens for every KV head of one layer, for the rows that are refreshed.
 
-    scores: what `model.attend` gives, a tensor (K, R, at least high[b]) fp32 a row; key_norm, past
-    (B, K, S_max) fp32; high (B,) int64: row b's candidates are the positions [n_sink, high[b]), -1 for a row
-    that is not refreshed.  Returns positions (B, K, n) int64, ascending and unique, of rows not refreshed 0.
+    scores (B, K, R, width) fp32 are those of `model.attend`; key_norm, past (B, K, S_max) fp32; high (B,)
+    int64: row b's candidates are the positions [n_sink, high[b]), -1 for a row that is not refreshed.
+    Returns positions (B, K, n) int64, ascending and unique; 0 for rows that are not refreshed.
     """
     slots = torch.zeros((*key_norm.shape[:2], n), dtype=torch.int64, device=key_norm.device)
     for b, end in enumerate(high.tolist()):

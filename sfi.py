@@ -26,6 +26,7 @@ from selector import FUSIONS, STEPS, select
 
 POLICIES = ("sentence", "fixed", "never", "window", "dense")
 SELECTORS = tuple(STEPS)
+BACKENDS = ("auto", "reference", "triton")
 SLOW_REASONS = ("dense", "short", "first", "sentence", "interval")
 
 
@@ -201,6 +202,10 @@ class InLine:
     def before(self, layer: int):
         """Called before a layer's memory, past or key norms are touched: its refresh must have ended."""
 
+    def room(self, shape: tuple, device) -> torch.Tensor:
+        """An fp32 buffer for the scores of the layer at hand."""
+        return torch.empty(shape, device=device)
+
     def beside(self, layer: int, work: Callable, tensors: tuple):
         """Do work() after what is already under way; `tensors` are those it reads that nobody keeps."""
         work()
@@ -217,7 +222,8 @@ class Ops(NamedTuple):
     attend: Callable
     select: Callable
     rebuild: Callable
-    schedule: Callable = InLine
+    schedule: Callable = InLine  # made with the number of layers, by every engine
+    capture: Callable | None = None  # made with a forward pass and its inputs; what it gives replays the pass
 
 
 REFERENCE = Ops("reference", append, attend, select, rebuild)
@@ -278,6 +284,8 @@ class Engine:
         self.past = torch.zeros(shape, dtype=torch.float32, device=model.device)  # see `selector.follow`
         self.schedule = ops.schedule(model.config.num_hidden_layers)
         self.again = None  # runs the last pass once more
+        # Experts are chosen on the host, so a pass through them cannot be captured.
+        self.capture, self.captured = None if model.config.num_experts else ops.capture, None
         self.rows = [Row() for _ in range(batch)]
 
     def fork(self, cfg: SFIConfig) -> "Engine":
@@ -396,33 +404,52 @@ class Engine:
         """One forward pass: tokens (B', T) for rows first .. first + B' - 1.  Returns the last n_logits
         logits (B', n_logits, V); the rows' state is the caller's business.
         """
-        cached, device = slice(first, first + len(parts)), self.model.device
-        tokens = torch.tensor(tokens, device=device)
-        T = tokens.shape[1]
+        device, T = self.model.device, len(tokens[0])
         first_new = [-1 if p.reason == "ended" else p.length - T for p in parts]
-        position = torch.tensor(first_new, device=device)
-        start, length, memory, high = torch.tensor(
-            [(p.start, p.visible, p.memory, self._high(p)) for p in parts], device=device
-        ).unbind(1)
-        n_scores = min(self.cfg.n_evidence, T) if self.observe or self.cfg.budget else 0
-        n_scores = n_scores if any(p.refresh for p in parts) else 0
+        plan = [
+            (new, p.start, p.visible, p.memory, self._high(p))
+            for new, p in zip(first_new, parts, strict=True)
+        ]
+        inputs = torch.tensor(tokens, device=device), torch.tensor(plan, device=device)
+        forward = lambda *inputs: self._forward(first, parts, n_logits, *inputs)
+        self.again = lambda: forward(*inputs)
+        if self.capture and T == 1 and all(p.reason in ("fast", "ended") for p in parts):
+            self.schedule.join()
+            if self.captured is None:
+                self.captured = self.capture(forward, *inputs)
+            return self.captured(*inputs)
+        try:
+            return self.again()
+        except FloatingPointError:
+            raise ValueError(self._not_finite()) from None
+
+    def _forward(self, first: int, parts: list[Part], n_logits: int, tokens, plan):
+        """`_run` on the device: tokens (B', T) and plan (B', 5) int64, each row's first position, start,
+        length, memory slot and start of the recent window.  Without a refresh nothing else is read of
+        `parts`, so a captured pass may be replayed with another plan.
+        """
+        cached, T = slice(first, first + len(parts)), tokens.shape[1]
+        position, start, length, memory, high = (column.contiguous() for column in plan.unbind(1))
+        refreshed = any(p.refresh for p in parts)
+        wanted = refreshed and (self.observe or self.cfg.budget)
+        rows = self.model.config.num_attention_heads * min(self.cfg.n_evidence, T)  # of evidence, K * R
 
         def attention(layer, q, k, v):
             self.schedule.before(layer)
             K, V = self.cache.k[layer, cached], self.cache.v[layer, cached]  # (B', K, cap + S_max, D)
             self.ops.append(k, v, K, V, self.key_norm[layer, cached], position, memory)
-            out, scores = self.ops.attend(q, K, V, start, length, n_scores)
-            if any(p.refresh for p in parts):
+            scores = None
+            if wanted:
+                shape = (len(parts), K.shape[1], rows // K.shape[1], max(p.visible for p in parts))
+                scores = self.schedule.room(shape, q.device)
+            out, scores = self.ops.attend(q, K, V, start, length, scores)
+            if refreshed:
                 refresh = lambda: self._refresh(cached, layer, parts, high, length, scores)
-                self.schedule.beside(layer, refresh, (scores, high, length))
+                self.schedule.beside(layer, refresh, (high, length))
             return out
 
-        positions = position.clamp_min(0)[:, None] + torch.arange(T, device=device)  # (B', T)
-        self.again = lambda: self.model(tokens, positions, attention, n_logits)
-        try:
-            return self.again()  # (B', n_logits, V)
-        except FloatingPointError:
-            raise ValueError(self._not_finite()) from None
+        positions = position.clamp_min(0)[:, None] + torch.arange(T, device=tokens.device)  # (B', T)
+        return self.model(tokens, positions, attention, n_logits)
 
     def _checked(self, logits):
         """The logits of the last pass; ValueError if they are not finite."""

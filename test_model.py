@@ -363,15 +363,15 @@ def test_attend_equals_loops(T, G, D):
         K[b, :, start[b] : start[b] + length[b]] = torch.randn(2, length[b], D)
         V[b, :, start[b] : start[b] + length[b]] = torch.randn(2, length[b], D)
     n_scores = min(T, 2)
-    out, scores = attend(q, K, V, start, length, n_scores)
+    out, scores = attend(q, K, V, start, length, torch.full((3, 2, G * n_scores, 31), float("nan")))
     want, want_scores = explicit_attention(q, K, V, start, length)
     torch.testing.assert_close(out, want, atol=1e-5, rtol=0)
-    assert (out[2] == 0).all() and scores[2].shape == (2, G * n_scores, 0)
+    assert (out[2] == 0).all() and scores[2].isnan().all()
     for b in range(2):
-        assert scores[b].shape == (2, G * n_scores, length[b])
+        assert scores[b, ..., length[b] :].isnan().all()
         for h in range(2 * G):
             for w in range(n_scores):
-                row = scores[b][h // G, h % G * n_scores + w]
+                row = scores[b, h // G, h % G * n_scores + w, : length[b]]
                 torch.testing.assert_close(row, want_scores[b][T - n_scores + w][h], atol=1e-5, rtol=0)
     assert attend(q, K, V, start, length)[1] is None
 

@@ -200,7 +200,7 @@ def test_rows_of_a_batch_have_their_own_candidates():
     """Each as alone; a row that is not refreshed gets nothing and forgets nothing."""
     torch.manual_seed(0)
     cfg = SFIConfig(n_sink=3)
-    scores = [torch.randn(2, 4, n) for n in (60, 9, 47)]
+    scores = torch.randn(3, 2, 4, 60)
     key_norm, past = torch.rand(3, 2, 80), torch.rand(3, 2, 80)
     before = past.clone()
     slots = selector.select(scores, key_norm, past, torch.tensor([50, -1, 40]), 10, cfg)
