@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 import checkpoints
 import story
-from checks import check_memory, choose_device, choose_dtype
+from checks import check_memory, choose_backend, choose_device, choose_dtype
 from generate import Parser
-from model import DTYPES, Model, ModelConfig, attend, inverse_frequencies
-from sfi import REFERENCE, Engine, SFIConfig, cache_bytes
+from model import DTYPES, Model, ModelConfig, inverse_frequencies
+from sfi import BACKENDS, Engine, SFIConfig, cache_bytes
 from text import Text
 
 QWEN3_06B = {
@@ -73,19 +73,19 @@ def bandwidth(device, gigabytes=1.0) -> float:
     return x.nbytes / statistics.median(seconds(x.sum, device) for _ in range(9))
 
 
-class Timed:
-    """A leaf operation, and the seconds spent in it since the last reset."""
+def attention_seconds(engine: Engine, length: int) -> float:
+    """Median seconds of a dense step's attention, all layers, over `length` tokens of every row."""
+    model = engine.model.config
+    B, device = len(engine.rows), engine.model.device
+    q = torch.randn((B, 1, model.num_attention_heads, model.head_dim), device=device).to(engine.model.dtype)
+    start, length = (torch.full((B,), n, device=device) for n in (engine.cap, length))
+    layers = lambda: [
+        engine.ops.attend(q, K, V, start, length) for K, V in zip(engine.cache.k, engine.cache.v, strict=True)
+    ]
+    return statistics.median(seconds(layers, device) for _ in range(6))
 
-    def __init__(self, op, device):
-        self.op, self.device, self.spent = op, device, 0.0
 
-    def __call__(self, *args):
-        out = []
-        self.spent += seconds(lambda: out.append(self.op(*args)), self.device)
-        return out[0]
-
-
-def gathering(positions):
+def gathering(positions, attend):
     """`attend` for fast steps that reads the selected tokens where they lie, by index, as it would without a
     compact memory: positions (K, n) int64, sorted.
     """
@@ -102,13 +102,13 @@ def gathering(positions):
     return attend_by_index
 
 
-def measure(model: Model, cfg: SFIConfig, context: int, batch: int, tokens: list[int], token_text) -> dict:
+def measure(
+    model: Model, cfg: SFIConfig, context: int, batch: int, tokens: list[int], token_text, ops
+) -> dict:
     """Alternate SFI steps over a random cache of `context` tokens with dense and gathering ones; milliseconds
     a step of the whole batch.
     """
     device, new = model.device, len(tokens)
-    attention = Timed(attend, device)
-    ops = REFERENCE._replace(attend=attention)
     sizes = dict(batch=batch, max_length=context + new, new_tokens=new)
     engine = Engine(model, cfg, token_text, ops=ops, **sizes)
     for layer in range(model.config.num_hidden_layers):
@@ -121,39 +121,35 @@ def measure(model: Model, cfg: SFIConfig, context: int, batch: int, tokens: list
     positions = torch.rand(n_kv, context, device=device).topk(most).indices.sort(-1).values + most
     gather = copy.copy(engine)
     times = {name: [] for name in ("dense", "fast", "slow", "gather")}
-    inside = {name: [] for name in ("dense", "fast", "slow")}  # seconds of attention in them
     visible = []
 
     def timed(name, step):
-        attention.spent = 0.0
         times[name].append(seconds(step, device))
-        inside[name].append(attention.spent)
 
     for i, token in enumerate(tqdm(tokens, desc=f"{context} tokens", leave=False, disable=None)):
         if i % 5 == 1:
             timed("dense", lambda: engine.dense_step([row.length for row in engine.rows]))
             gather.rows = copy.deepcopy(engine.rows)
             if all(row.memory and row.since < cfg.max_interval for row in gather.rows):
-                gather.ops = ops._replace(attend=gathering(positions))
+                gather.ops = ops._replace(attend=gathering(positions, ops.attend))
+                gather.capture = None
                 gather.cfg = replace(cfg, policy="never")  # a fast step, whatever the token says
-                times["gather"].append(seconds(lambda: gather.step([0] * batch), device))
+                timed("gather", lambda: gather.step([0] * batch))
         parts = []
         timed("fast", lambda token=token, parts=parts: parts.extend(engine.step([token] * batch)[1]))
         if i == 0:  # warm-up, and the first refresh, which the prefill would have done
             times["fast"].clear()
-            inside["fast"].clear()
         elif parts[0].reason == "fast":
             visible.append(parts[0].visible)
         else:
             times["slow"].append(times["fast"].pop())
-            inside["slow"].append(inside["fast"].pop())
     median = {name: statistics.median(t) * 1e3 for name, t in times.items()}
     n_fast, n_slow = len(times["fast"]), len(times["slow"])
     loop = (n_fast * median["fast"] + n_slow * median["slow"]) / (n_fast + n_slow)
     every = (n_fast + n_slow) / n_slow
     weights, kv = sum(p.nbytes for p in model.parameters()), model.config.kv_bytes(model.dtype) * batch
     seen = statistics.mean(visible)
-    reads = statistics.median(inside["dense"])
+    reads = attention_seconds(engine, context)
     return {
         "context": context,
         "batch": batch,
@@ -241,6 +237,7 @@ def main(argv=None):
     add("--steps", default=150, help="tokens fed per row of the table", **number)
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="of weights and cache")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
+    add("--backend", choices=BACKENDS, default="auto", help="auto: triton on cuda, else reference")
     add("--peer", action="store_true", help="also time transformers on the same weights, up to 32768 tokens")
     add("--out", type=Path, metavar="FILE", help="also write FILE.json and FILE.png")
     args = p.parse_args(argv)
@@ -253,6 +250,7 @@ def main(argv=None):
             )
         device = choose_device(args.device)
         dtype = choose_dtype(args.dtype, device)
+        ops = choose_backend(args.backend, device, cfg)
         text = Text(checkpoints.resolve("smollm2"))
     except ValueError as e:
         p.error(str(e))
@@ -295,7 +293,7 @@ def main(argv=None):
             except ValueError as e:
                 print(f"{batch:6}{context:9}   left out: {str(e).split(';')[0]}")
                 continue
-            r = measure(model, cfg, context, batch, tokens, text.token_text)
+            r = measure(model, cfg, context, batch, tokens, text.token_text, ops)
             r["floor_ms"] = 1e3 * (weights + batch * context * kv) / speed
             if args.peer and batch == 1 and context <= 32768:
                 r["transformers_ms"] = transformers_ms(model, context)
@@ -307,6 +305,7 @@ def main(argv=None):
         "model": "qwen3-0.6b (random weights)",
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
+        "backend": ops.name,
         "bandwidth_gb_s": speed / 1e9,
         "rows": rows,
         "machine": machine(device),

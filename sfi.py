@@ -413,7 +413,7 @@ class Engine:
         inputs = torch.tensor(tokens, device=device), torch.tensor(plan, device=device)
         forward = lambda *inputs: self._forward(first, parts, n_logits, *inputs)
         self.again = lambda: forward(*inputs)
-        if self.capture and T == 1 and all(p.reason in ("fast", "ended") for p in parts):
+        if self.capture and T == 1 and not any(p.refresh for p in parts):
             self.schedule.join()
             if self.captured is None:
                 self.captured = self.capture(forward, *inputs)

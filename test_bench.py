@@ -4,7 +4,7 @@ import torch
 
 import bench
 from model import attend
-from sfi import SFIConfig
+from sfi import REFERENCE, SFIConfig
 from test_sfi import SMALL, token_text
 
 
@@ -16,14 +16,14 @@ def test_gathering_by_index_equals_reading_a_packed_block():
     start, length = torch.zeros(2, dtype=torch.int64), torch.tensor([12, 12])
     packed = [torch.stack([x[b, h, positions[h]] for h in range(3)]) for x in (K, V) for b in range(2)]
     want, _ = attend(q, torch.stack(packed[:2]), torch.stack(packed[2:]), start, length)
-    got, _ = bench.gathering(positions)(q, K, V, start, length)
+    got, _ = bench.gathering(positions, attend)(q, K, V, start, length)
     torch.testing.assert_close(got, want)
 
 
 def test_a_row_of_the_table(tiny):
     """All kinds of steps are timed, and counts and bytes are the schedule's."""
     words = [0, 1, 2, 3, 5, 7] * 8  # a sentence starts every six tokens
-    r = bench.measure(tiny, SMALL, 90, 2, words, token_text)
+    r = bench.measure(tiny, SMALL, 90, 2, words, token_text, REFERENCE)
     assert {"dense", "fast", "slow", "gather"} == set(r["quartiles_ms"])
     assert all(r[f"{name}_ms"] > 0 for name in r["quartiles_ms"])
     assert (r["context"], r["batch"]) == (90, 2) and 20 < r["visible"] < 40
