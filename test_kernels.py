@@ -184,10 +184,18 @@ def decoded(tiny, cfg, ops, prompts, new):
     return [(step.tokens, [part.reason for part in step.parts]) for step in steps]
 
 
-@pytest.mark.parametrize("name", ["sentence-follow", "sentence-paper", "window"])
-def test_whole_decode(small, name):
+@pytest.mark.parametrize(
+    "name, prompts",
+    [
+        ("sentence-follow", [prompt(26), prompt(33, 1)]),
+        ("sentence-paper", [prompt(28, 3), prompt(29, 2)]),
+        ("window", [prompt(26), prompt(33, 1)]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_whole_decode(small, name, prompts):
     """Unequal rows, mixed steps: the same tokens."""
-    prompts, ops = [prompt(26), prompt(33, 1)], kernels.triton_ops(DEVICE == "cuda")
+    ops = kernels.triton_ops(DEVICE == "cuda")
     want = decoded(small, CONFIGS[name], sfi.REFERENCE, prompts, 12)
     assert decoded(small, CONFIGS[name], ops, prompts, 12) == want
     if name.startswith("sentence"):
