@@ -238,6 +238,7 @@ def main(argv=None):
     add("--dtype", choices=["auto", *DTYPES], default="auto", help="of weights and cache")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
     add("--backend", choices=BACKENDS, default="auto", help="auto: triton on cuda, else reference")
+    add("--check", action="store_true", help="kernels, decodes and speed of the optimized path, with a GPU")
     add("--peer", action="store_true", help="also time transformers on the same weights, up to 32768 tokens")
     add("--out", type=Path, metavar="FILE", help="also write FILE.json and FILE.png")
     args = p.parse_args(argv)
@@ -250,10 +251,18 @@ def main(argv=None):
             )
         device = choose_device(args.device)
         dtype = choose_dtype(args.dtype, device)
-        ops = choose_backend(args.backend, device, cfg)
-        text = Text(checkpoints.resolve("smollm2"))
+        ops = choose_backend("triton" if args.check else args.backend, device, cfg)
+        text = None if args.check else Text(checkpoints.resolve("smollm2"))
     except ValueError as e:
         p.error(str(e))
+    if args.check:
+        import gpu_check
+
+        result = gpu_check.main(device, sys.modules[__name__]) | {"commit": commit()}
+        if args.out:
+            args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(result))
+        sys.exit(any(row["error"] > row["allowed"] for row in result["checks"]))
     torch.manual_seed(0)
     tokens = text.encode(story.story())[1000 : 1000 + args.steps]
     speed = bandwidth(device)
