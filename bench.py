@@ -250,6 +250,8 @@ def main(argv=None):
                 f"allowed are --steps {2 * cfg.max_interval}, --contexts {least}, --batches 1 or more"
             )
         device = choose_device(args.device)
+        if args.check and device.type != "cuda":
+            raise ValueError("--check needs a CUDA device; on a CPU the kernels are checked by pytest")
         dtype = choose_dtype(args.dtype, device)
         ops = choose_backend("triton" if args.check else args.backend, device, cfg)
         text = None if args.check else Text(checkpoints.resolve("smollm2"))

@@ -375,6 +375,7 @@ def main(argv=None):
             done = min(len(values) for row in table for values in row.scores.values() or [[]])
             for row in table:
                 row.scores = {name: values[:done] for name, values in row.scores.items()}
+            bench.depths = bench.depths[:done]
             print(f"{task}: stopped after {done} samples", file=sys.stderr)
             if not done:
                 break
