@@ -121,8 +121,10 @@ def triton_problem(device: torch.device, cfg: SFIConfig) -> str | None:
         return "it needs a CUDA device, or TRITON_INTERPRET=1 in the environment to be interpreted, slowly"
     import kernels
 
-    if cfg.selector not in kernels.SCORES:
-        return f"there are no kernels for --selector {cfg.selector}; give one of {', '.join(kernels.SCORES)}"
+    if cfg.selector not in kernels.SELECTORS:
+        return (
+            f"there are no kernels for --selector {cfg.selector}; give one of {', '.join(kernels.SELECTORS)}"
+        )
     return None
 
 

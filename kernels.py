@@ -1,36 +1,36 @@
 """The optimized path: Triton twins of the leaf operations, and a schedule that selects beside the model.
 
-`triton_ops()` gives an `Ops` for `sfi.Engine`; every function here must equal the reference of the same name
+`triton_ops()` gives an `Ops` for `sfi.Engine`; every function must equal the reference of the same name
 (`append` and `rebuild` in `sfi.py`, `attend` in `model.py`, `select` in `selector.py`).  Attention is split
-along the length, in the manner of Flash-Decoding, so that few rows still fill a GPU.  Selection is a handful
-of passes over the scores, each a kernel over blocks of positions, joined by small tables of partial results.
-Rows tell by `start`, `length` and `high` on the device what they read and whether they are refreshed, so no
-launch waits for the host.
+along the length, in the manner of Flash-Decoding, so that few rows still fill a GPU.  Rows tell by `start`,
+`length` and `high` on the device what they read and whether they are refreshed, so no launch waits for the
+host.
 
 Run as a program it compiles every kernel for three GPUs, without one, and prints what each needs.  With
 TRITON_INTERPRET=1 in the environment the kernels run on a CPU, slowly.  Letters: see `model.py`.  Read
-before: `sfi.py`, `selector.py`.
+before: `sfi.py`; next: `selector_kernels.py`.
 """
 
 import math
+import re
+import subprocess
+import sys
 from functools import partial
+from itertools import chain
+from multiprocessing import Pool
+from types import SimpleNamespace
 
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
-import selector
-from sfi import InLine, Ops
+from selector_kernels import SELECTORS, power_of_2, select
+from sfi import InLine, Ops, SFIConfig
 
 LOG2E = tl.constexpr(math.log2(math.e))
 PROGRAMS = 512  # attention is split until so many programs run, whatever the GPU: the same sums everywhere
 MAX_SPLITS = 64
-CHUNK = 1024  # positions a program of the Selector's passes
-TILE = 16  # evidence rows it holds at a time
-
-
-def power_of_2(n: int) -> int:
-    return max(triton.next_power_of_2(n), 16)
 
 
 @triton.jit
@@ -157,19 +157,21 @@ def merge_kernel(
     tl.store(out + (((b * T + t) * n_kv + h) * G + g) * D + d, result.to(out.dtype.element_ty), mask=d < D)
 
 
-def attend_sizes(dtype, G: int, T: int, D: int) -> dict:
+def attend_sizes(dtype, G: int, T: int, D: int, scored: bool) -> dict:
     """Tile sizes of `attend_kernel`: what fits shared memory and registers from an A100 on."""
-    wide = dtype == torch.float32
-    rows = 16 if G * T <= 16 else 32 if wide else 64
-    block = (16 if D > 96 else 32) if wide else 64
-    return dict(ROWS=rows, BLOCK=block, num_warps=4, num_stages=2 if wide else 3)
+    wide, many = dtype == torch.float32, G * T > 16
+    if wide:
+        return dict(ROWS=32 if many else 16, BLOCK=16 if D > 96 else 32, num_warps=4, num_stages=2)
+    small = scored or D > 128  # the addresses of the scores take registers, which a large tile would spill
+    rows, block = (16, 64) if not many else (64, 32) if small else (128, 64)
+    return dict(ROWS=rows, BLOCK=block, num_warps=8 if many else 4, num_stages=3)
 
 
 def attend(q, K, V, start, length, scores=None):
     B, T, H, D = q.shape
     n_kv, slots = K.shape[1:3]
     G = H // n_kv
-    sizes = attend_sizes(q.dtype, G, T, D)
+    sizes = attend_sizes(q.dtype, G, T, D, scores is not None)
     tiles = triton.cdiv(T * G, sizes["ROWS"])
     n_split = min(MAX_SPLITS, triton.cdiv(PROGRAMS, B * n_kv * tiles), triton.cdiv(slots, sizes["BLOCK"]))
     new = partial(torch.empty, dtype=torch.float32, device=q.device)
@@ -216,369 +218,6 @@ def rebuild(K, V, slots, cap, n_sink, high, length):
         K, V, slots, high, length, n_kv, cap, n_sink, slots.shape[2], K.stride(0), K.stride(1),
         D=D, BLOCK_D=power_of_2(D), BLOCK=block,
     )  # fmt: skip
-
-
-# The Selector's passes.  Program (block, b * n_kv + head) of each works on CHUNK positions; the candidates of
-# row b are low .. high[b] - 1.  Tables hold a partial result a block, (B * n_kv, rows, blocks).
-
-
-@triton.jit
-def partial_kernel(
-    x, past, max_out, sum_out, past_out, high, low, R, width, s_max, n_kv,
-    PAST: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Of every row of x (B, n_kv, R, width): its maximum over a block of the candidates, and
-    sum_j e^(x_j - max); of past (B, n_kv, s_max): its sum.
-    """
-    block, bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    blocks = tl.num_programs(0)
-    j = block * CHUNK + tl.arange(0, CHUNK)
-    inside = (j >= low) & (j < tl.load(high + bk // n_kv))
-    for r0 in range(0, R, TILE):
-        r = r0 + tl.arange(0, TILE)
-        both = (r < R)[:, None] & inside[None, :]
-        s = tl.load(x + (bk * R + r)[:, None] * width + j[None, :], mask=both, other=float("-inf"))
-        top = tl.max(s, 1)
-        total = tl.sum(tl.exp(s - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
-        tl.store(max_out + (bk * R + r) * blocks + block, top, mask=r < R)
-        tl.store(sum_out + (bk * R + r) * blocks + block, total, mask=r < R)
-    if PAST:
-        tl.store(
-            past_out + bk * blocks + block, tl.sum(tl.load(past + bk * s_max + j, mask=inside, other=0.0), 0)
-        )
-
-
-@triton.jit
-def lse_kernel(max_in, sum_in, lse, blocks, TILE: tl.constexpr):
-    """log sum_j e^(x_j) of every row, from its blocks: program row."""
-    row = tl.program_id(0).to(tl.int64)
-    top, total = float("-inf"), 0.0
-    for i0 in range(0, blocks, TILE):
-        i = i0 + tl.arange(0, TILE)
-        tops = tl.load(max_in + row * blocks + i, mask=i < blocks, other=float("-inf"))
-        sums = tl.load(sum_in + row * blocks + i, mask=i < blocks, other=0.0)
-        new = tl.maximum(top, tl.max(tops, 0))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp(top - safe) + tl.sum(sums * tl.exp(tops - safe), 0)
-        top = new
-    tl.store(lse + row, top + tl.log(total))
-
-
-@triton.jit
-def evidence_kernel(
-    scores, lse, past, past_sums, f_out, peak_out, high, low, R, width, s_max, n_kv, blocks,
-    PAST: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """f and the largest p of `selector.follow`, p_r = e^(s_r - lse_r): f is the mean over the R rows, with
-    PAST (f + past) / sum(f + past), which becomes past.
-    """
-    block, bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    j = block * CHUNK + tl.arange(0, CHUNK)
-    inside = (j >= low) & (j < tl.load(high + bk // n_kv))
-    f, peak = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
-    for r0 in range(0, R, TILE):
-        r = r0 + tl.arange(0, TILE)
-        both = (r < R)[:, None] & inside[None, :]
-        s = tl.load(scores + (bk * R + r)[:, None] * width + j[None, :], mask=both, other=float("-inf"))
-        p = tl.exp(s - tl.load(lse + bk * R + r, mask=r < R, other=0.0)[:, None])  # (TILE, CHUNK)
-        f += tl.sum(p, 0)
-        peak = tl.maximum(peak, tl.max(p, 0))
-    f = f / R
-    if PAST:
-        i = tl.arange(0, BLOCKS)
-        total = 1.0 + tl.sum(tl.load(past_sums + bk * blocks + i, mask=i < blocks, other=0.0), 0)
-        f = (f + tl.load(past + bk * s_max + j, mask=inside, other=0.0)) / total
-        tl.store(past + bk * s_max + j, f, mask=inside)
-    tl.store(f_out + bk * width + j, f, mask=j < width)
-    tl.store(peak_out + bk * width + j, peak, mask=j < width)
-
-
-@triton.jit
-def follow_kernel(
-    f_in, peak_in, score, high, low, width, n_kv, weight,
-    HEADS: tl.constexpr, FOLLOWERS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The rest of `selector.follow`: half the mean over the KV heads, and at least `weight` times the largest
-    peak of the FOLLOWERS positions before; -inf for what is no candidate.
-    """
-    bk = tl.program_id(1).to(tl.int64)
-    b = bk // n_kv
-    j = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    inside = (j >= low) & (j < tl.load(high + b))
-    f = tl.load(f_in + bk * width + j, mask=inside, other=0.0)
-    if HEADS:
-        total = tl.zeros((CHUNK,), tl.float32)
-        for h in range(0, n_kv):
-            total += tl.load(f_in + (b * n_kv + h) * width + j, mask=inside, other=0.0)
-        f = (f + total / n_kv) / 2
-    before = tl.zeros((CHUNK,), tl.float32)
-    for back in range(1, FOLLOWERS + 1):
-        seen = inside & (j - back >= low)
-        before = tl.maximum(before, tl.load(peak_in + bk * width + j - back, mask=seen, other=0.0))
-    f = tl.maximum(f, weight * before)
-    tl.store(score + bk * width + j, tl.where(inside, f, float("-inf")), mask=j < width)
-
-
-@triton.jit
-def power_kernel(
-    scores, lse, key_norm, pair, high, low, R, width, s_max, n_kv, alpha, beta, prior_power, norm_weight,
-    prior_weight, end_weight, tiny, CHUNK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The paper's evidence and prior before they are normalised: pair (B, n_kv, 2, width) gets
-    log[(mean_r p_r^alpha)^(1/alpha)] and the structural prior's log.
-    """
-    bk = tl.program_id(1).to(tl.int64)
-    end = tl.load(high + bk // n_kv)
-    j = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    inside = (j >= low) & (j < end)
-    top = tl.full((CHUNK,), float("-inf"), tl.float32)
-    total = tl.zeros((CHUNK,), tl.float32)
-    for r0 in range(0, R, TILE):
-        r = r0 + tl.arange(0, TILE)
-        both = (r < R)[:, None] & inside[None, :]
-        s = tl.load(scores + (bk * R + r)[:, None] * width + j[None, :], mask=both, other=float("-inf"))
-        a = alpha * (s - tl.load(lse + bk * R + r, mask=r < R, other=0.0)[:, None])  # (TILE, CHUNK)
-        new = tl.maximum(top, tl.max(a, 0))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp(top - safe) + tl.sum(tl.exp(a - safe[None, :]), 0)
-        top = new
-    log_f = (top + tl.log(total) - tl.log(R + 0.0)) / alpha
-    x = (j - low) / tl.maximum(end - 1 - low, 1).to(tl.float32)
-    place = -beta * tl.where(x > 0, tl.exp(prior_power * tl.log(tl.maximum(x, tiny))), 0.0)
-    place += end_weight * tl.log(tl.maximum(1 - x, tiny))
-    norm = tl.load(key_norm + bk * s_max + j, mask=inside, other=1.0)
-    log_r = prior_weight * place - norm_weight * tl.log(tl.maximum(norm, tiny))
-    tl.store(pair + bk * 2 * width + j, log_f, mask=inside)
-    tl.store(pair + (bk * 2 + 1) * width + j, log_r, mask=inside)
-
-
-@triton.jit
-def logs(pair, lse, bk, j, inside, width, NORM_F: tl.constexpr):
-    """log f and log r of a block of candidates, normalised (f only with NORM_F)."""
-    log_f = tl.load(pair + bk * 2 * width + j, mask=inside, other=float("-inf"))
-    log_r = tl.load(pair + (bk * 2 + 1) * width + j, mask=inside, other=float("-inf"))
-    if NORM_F:
-        log_f -= tl.load(lse + bk * 2)
-    return log_f, log_r - tl.load(lse + bk * 2 + 1)
-
-
-@triton.jit
-def dots_kernel(pair, lse, dots, high, low, width, n_kv, NORM_F: tl.constexpr, CHUNK: tl.constexpr):
-    """A block's part of <f, f>, <f, r> and <r, r>: dots (B * n_kv, 3, blocks)."""
-    block, bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    blocks = tl.num_programs(0)
-    j = block * CHUNK + tl.arange(0, CHUNK)
-    inside = (j >= low) & (j < tl.load(high + bk // n_kv))
-    log_f, log_r = logs(pair, lse, bk, j, inside, width, NORM_F)
-    f, r = tl.exp(log_f), tl.exp(log_r)
-    tl.store(dots + (bk * 3 + 0) * blocks + block, tl.sum(f * f, 0))
-    tl.store(dots + (bk * 3 + 1) * blocks + block, tl.sum(f * r, 0))
-    tl.store(dots + (bk * 3 + 2) * blocks + block, tl.sum(r * r, 0))
-
-
-@triton.jit
-def fuse_kernel(
-    pair, lse, dots, log_s, high, low, width, n_kv, blocks, largest,
-    NORM_F: tl.constexpr, PRIOR: tl.constexpr, GEOMETRIC: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """`selector.fuse_arithmetic`, or the geometric fusion before it is normalised; without PRIOR log f."""
-    bk = tl.program_id(1).to(tl.int64)
-    j = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    inside = (j >= low) & (j < tl.load(high + bk // n_kv))
-    log_f, log_r = logs(pair, lse, bk, j, inside, width, NORM_F)
-    s = log_f
-    if PRIOR:
-        i = tl.arange(0, BLOCKS)
-        ff = tl.sum(tl.load(dots + (bk * 3 + 0) * blocks + i, mask=i < blocks, other=0.0), 0)
-        fr = tl.sum(tl.load(dots + (bk * 3 + 1) * blocks + i, mask=i < blocks, other=0.0), 0)
-        rr = tl.sum(tl.load(dots + (bk * 3 + 2) * blocks + i, mask=i < blocks, other=0.0), 0)
-        spread = ff - 2 * fr + rr
-        lam = tl.where(spread > 0, (ff - fr) / tl.where(spread > 0, spread, 1.0), 0.0)
-        lam = tl.minimum(tl.maximum(lam, 0.0), largest)
-        if GEOMETRIC:
-            s = (1 - lam) * log_f + lam * log_r
-        else:
-            a, c = log_f + tl.log(1 - lam), log_r + tl.log(lam)
-            top = tl.maximum(a, c)
-            s = top + tl.log(tl.exp(a - top) + tl.exp(c - top))
-    tl.store(log_s + bk * width + j, s, mask=inside)
-
-
-@triton.jit
-def nms_kernel(
-    log_s, lse, out, high, low, width, n_kv,
-    NORM: tl.constexpr, NMS: tl.constexpr, RADIUS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """`selector.suppress_neighbours` where NMS, after subtracting lse where NORM; -inf for what is no
-    candidate.
-    """
-    bk = tl.program_id(1).to(tl.int64)
-    j = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    end = tl.load(high + bk // n_kv)
-    inside = (j >= low) & (j < end)
-    s = tl.load(log_s + bk * width + j, mask=inside, other=float("-inf"))
-    best = s
-    if NMS:
-        for by in range(-RADIUS, RADIUS + 1):
-            seen = inside & (j + by >= low) & (j + by < end)
-            best = tl.maximum(best, tl.load(log_s + bk * width + j + by, mask=seen, other=float("-inf")))
-    s = tl.where(inside, s - (best - s), float("-inf"))
-    if NORM:
-        s -= tl.load(lse + bk)
-    tl.store(out + bk * width + j, s, mask=j < width)
-
-
-@triton.jit
-def exclusive_kernel(log_s, out, width, n_kv, temperature, weight, tiny, CHUNK: tl.constexpr):
-    """`selector.exclude_across_heads`: program (block, b * n_kv + head)."""
-    bk = tl.program_id(1).to(tl.int64)
-    b = bk // n_kv
-    j = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    own = tl.load(log_s + bk * width + j, mask=j < width, other=float("-inf"))
-    top = tl.full((CHUNK,), float("-inf"), tl.float32)
-    total = tl.zeros((CHUNK,), tl.float32)
-    for h in range(0, n_kv):
-        s = tl.load(log_s + (b * n_kv + h) * width + j, mask=j < width, other=float("-inf")) / temperature
-        new = tl.maximum(top, s)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp(top - safe) + tl.exp(s - safe)
-        top = new
-    share = tl.where(own > float("-inf"), tl.exp(own / temperature - top) / total, 0.0)
-    tl.store(out + bk * width + j, own + weight * tl.log(tl.maximum(share, tiny)), mask=j < width)
-
-
-@triton.jit
-def count_kernel(score, threshold, above_out, equal_out, width, CHUNK: tl.constexpr):
-    """How many scores of a block are above the row's threshold, and how many equal to it."""
-    block, bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    j = block * CHUNK + tl.arange(0, CHUNK)
-    s, at = tl.load(score + bk * width + j, mask=j < width, other=float("-inf")), tl.load(threshold + bk)
-    tl.store(above_out + bk * tl.num_programs(0) + block, tl.sum((s > at).to(tl.int32), 0))
-    tl.store(equal_out + bk * tl.num_programs(0) + block, tl.sum((s == at).to(tl.int32), 0))
-
-
-@triton.jit
-def pack_kernel(
-    score, threshold, above, equal, slots, width, N, blocks, CHUNK: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """`selector.top_n` from the N-th largest score: the positions above it and the first of the equal ones,
-    ascending, each block to its own place.
-    """
-    block, bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i = tl.arange(0, BLOCKS)
-    all_above = tl.load(above + bk * blocks + i, mask=i < blocks, other=0)
-    all_equal = tl.load(equal + bk * blocks + i, mask=i < blocks, other=0)
-    room = N - tl.sum(all_above, 0)
-    above_before = tl.sum(tl.where(i < block, all_above, 0), 0)
-    equal_before = tl.sum(tl.where(i < block, all_equal, 0), 0)
-    j = block * CHUNK + tl.arange(0, CHUNK)
-    s, at = tl.load(score + bk * width + j, mask=j < width, other=float("-inf")), tl.load(threshold + bk)
-    ties = (s == at).to(tl.int32)
-    chosen = (s > at) | ((ties > 0) & (equal_before + tl.cumsum(ties, 0) <= room))
-    place = above_before + tl.minimum(equal_before, room) + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(slots + bk * N + place, j.to(tl.int64), mask=chosen & (j < width) & (place < N))
-
-
-def top_n(score, n: int):
-    """Positions (B, K, n) of the n largest scores of every head (B, K, width), as `selector.top_n`."""
-    B, n_kv, width = score.shape
-    blocks, device = triton.cdiv(width, CHUNK), score.device
-    threshold = score.topk(n, sorted=False).values.amin(-1)  # (B, K)
-    above, equal = torch.empty((2, B * n_kv, blocks), dtype=torch.int32, device=device)
-    slots = torch.zeros((B, n_kv, n), dtype=torch.int64, device=device)
-    grid = (blocks, B * n_kv)
-    count_kernel[grid](score, threshold, above, equal, width, CHUNK=CHUNK)
-    sizes = dict(CHUNK=CHUNK, BLOCKS=power_of_2(blocks))
-    pack_kernel[grid](score, threshold, above, equal, slots, width, n, blocks, **sizes)
-    return slots
-
-
-def select(scores, key_norm, past, high, n, cfg):
-    if cfg.selector not in SCORES:
-        raise ValueError(
-            f"selector {cfg.selector} has no Triton passes; allowed with backend triton are "
-            f"{', '.join(SCORES)}: choose one, or backend reference"
-        )
-    steps = selector.STEPS[cfg.selector] if cfg.steps is None else cfg.steps
-    return top_n(SCORES[cfg.selector](Passes(scores, high, cfg.n_sink), key_norm, past, steps, cfg.fusion), n)
-
-
-class Passes:
-    """Launches passes over the candidates of one layer's scores (B, K, R, width)."""
-
-    def __init__(self, scores, high, low: int):
-        self.scores, self.high, self.low = scores, high, low
-        self.B, self.n_kv, self.R, self.width = scores.shape
-        self.blocks = triton.cdiv(self.width, CHUNK)
-
-    def new(self, *shape):
-        return torch.empty((self.B, self.n_kv, *shape), dtype=torch.float32, device=self.scores.device)
-
-    def run(self, kernel, *args, **constants):
-        kernel[(self.blocks, self.B * self.n_kv)](*args, CHUNK=CHUNK, **constants)
-
-    def lse(self, x, past=None):
-        """(log sum_j e^(x_j) of every row of x (B, K, rows, width), sums of past by block)."""
-        rows, sums = x.shape[2], self.new(self.blocks)
-        top, total, lse = self.new(rows, self.blocks), self.new(rows, self.blocks), self.new(rows)
-        self.run(
-            partial_kernel, x, sums if past is None else past, top, total, sums, self.high, self.low, rows,
-            self.width, 0 if past is None else past.shape[2], self.n_kv, PAST=past is not None, TILE=TILE,
-        )  # fmt: skip
-        lse_kernel[(lse.numel(),)](top, total, lse, self.blocks, TILE=64, num_warps=1)
-        return lse, sums
-
-
-def follow(passes: Passes, key_norm, past, steps, fusion):
-    """`selector.follow`, (B, K, width)."""
-    p, keeps = passes, "past" in steps
-    lse, sums = p.lse(p.scores, past if keeps else None)
-    f, peak, score = p.new(p.width), p.new(p.width), p.new(p.width)
-    p.run(
-        evidence_kernel, p.scores, lse, past, sums, f, peak, p.high, p.low, p.R, p.width, past.shape[2],
-        p.n_kv, p.blocks, PAST=keeps, TILE=TILE, BLOCKS=power_of_2(p.blocks),
-    )  # fmt: skip
-    weight = selector.FOLLOWED if "followers" in steps else 0.0
-    reach = selector.FOLLOWERS if "followers" in steps else 0
-    p.run(
-        follow_kernel, f, peak, score, p.high, p.low, p.width, p.n_kv, weight,
-        HEADS="heads" in steps, FOLLOWERS=reach,
-    )  # fmt: skip
-    return score
-
-
-def paper(passes: Passes, key_norm, past, steps, fusion):
-    """`selector.paper`, (B, K, width)."""
-    p, s = passes, selector
-    power, prior, geometric = "power_mean" in steps, "prior" in steps, fusion == "geometric"
-    pair, log_s, out = p.new(2, p.width), p.new(1, p.width), p.new(p.width)
-    p.run(
-        power_kernel, p.scores, p.lse(p.scores)[0], key_norm, pair, p.high, p.low, p.R, p.width,
-        key_norm.shape[2], p.n_kv, s.ALPHA if power else 1.0, s.BETA, s.PRIOR_POWER, s.NORM_WEIGHT,
-        s.PRIOR_WEIGHT, s.END_WEIGHT, s.TINY, TILE=TILE,
-    )  # fmt: skip
-    lse, dots = p.lse(pair)[0], p.new(3, p.blocks)
-    if prior:
-        p.run(dots_kernel, pair, lse, dots, p.high, p.low, p.width, p.n_kv, NORM_F=power)
-    p.run(
-        fuse_kernel, pair, lse, dots, log_s, p.high, p.low, p.width, p.n_kv, p.blocks,
-        s.MAX_FUSION.get(p.R, s.OTHER_FUSION), NORM_F=power, PRIOR=prior, GEOMETRIC=geometric,
-        BLOCKS=power_of_2(p.blocks),
-    )  # fmt: skip
-    normal = prior and geometric
-    p.run(
-        nms_kernel, log_s, p.lse(log_s)[0] if normal else lse, out, p.high, p.low, p.width, p.n_kv,
-        NORM=normal, NMS="nms" in steps, RADIUS=s.NMS_RADIUS,
-    )  # fmt: skip
-    if "exclusive" not in steps or p.n_kv <= 2:
-        return out
-    score = p.new(p.width)
-    p.run(exclusive_kernel, out, score, p.width, p.n_kv, s.HEAD_TEMPERATURE, s.HEAD_WEIGHT, s.TINY)
-    return score
-
-
-SCORES = {"follow": follow, "paper": paper}
 
 
 class Overlap:
@@ -651,3 +290,77 @@ def triton_ops(cuda: bool, overlap=True, graphs=True) -> Ops:
     """The optimized path; off a GPU, in Triton's interpreter, without streams and graphs."""
     schedule = Overlap if cuda and overlap else InLine
     return Ops("triton", append, attend, select, rebuild, schedule, Captured if cuda and graphs else None)
+
+
+TARGETS = 80, 90, 100  # A100, H100, B200
+SHAPES = (torch.bfloat16, 2, 128), (torch.float32, 2, 64), (torch.bfloat16, 16, 128), (torch.bfloat16, 5, 80)
+CASES = [(shape, T, True) for shape in SHAPES for T in (500, 1)]  # each some (shape, T, refreshed)
+CASES += [(SHAPES[i], T, False) for i, T in ((0, 500), (0, 1), (3, 500))]
+USED = re.compile(r"REG:(\d+) STACK:(\d+)")
+LOAD = re.compile(r"\bld\.global\S*?(?:\.v(\d))?\.[a-z](\d+)\s|\bcp\.async\.c[ag]\.\S+ \[[^,]+,[^,]+, *(\w+)")
+
+
+def launch_all(shape, T: int, refreshed: bool, n_kv=8):
+    """What a layer launches in a pass of T tokens, on tensors that hold no data.  shape: dtype, G, D; only
+    attention runs beside the first, Qwen3-0.6B's.
+    """
+    (dtype, G, D), cfg, S = shape, SFIConfig(), 32781  # as T and S may be anything, neither is 16 n
+    W, cap, new = min(T, cfg.n_evidence), cfg.capacity(S, S), partial(torch.empty, device="meta")
+    K, V = new(2, 1, n_kv, cap + S, D, dtype=dtype)
+    key_norm, past = new(2, 1, n_kv, S)
+    position = start = length = memory = high = new(1, dtype=torch.int64)
+    scores = new(1, n_kv, G * W, S) if refreshed else None
+    attend(new(1, T, n_kv * G, D, dtype=dtype), K, V, start, length, scores)
+    if refreshed and shape == SHAPES[0]:
+        append(*new(2, 1, T, n_kv, D, dtype=dtype), K, V, key_norm, position, memory)
+        for name in SELECTORS:
+            cfg = SFIConfig(selector=name, fusion="arithmetic" if T == 1 else "geometric")
+            slots = select(scores, key_norm, past, high, cfg.budget, cfg)
+            rebuild(K, V, slots, cap, cfg.n_sink, high, length)
+
+
+def describe(kernel) -> dict:
+    """A row of the table, from a compiled kernel's PTX and its binary: only ptxas knows the registers."""
+    names, used = kernel.src.fn.arg_names, kernel.metadata
+    values = {names[i]: value for (i,), value in kernel.src.constants.items() if not isinstance(value, str)}
+    dtype = kernel.src.signature[names[0]].removeprefix("*")
+    label = [kernel.name, dtype, *(f"{k}={v}" for k, v in values.items()), f"warps={used.num_warps}"]
+    tool = triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage"
+    binary = kernel.metadata_group[f"{kernel.name}.cubin"]
+    registers, stack = USED.search(subprocess.check_output([*tool, binary], text=True)).groups()
+    loads = LOAD.findall(kernel.asm["ptx"])
+    sizes = [int(copied, 0) if copied else int(n or 1) * int(bits) // 8 for n, bits, copied in loads]  # bytes
+    wide = sum(size >= 16 for size in sizes)
+    return dict(
+        kernel=" ".join(label), target=used.target.arch, registers=int(registers), stack=int(stack),
+        shared=used.shared, wide_loads=wide, other_loads=len(sizes) - wide,
+    )  # fmt: skip
+
+
+def compile_case(arch: int, case) -> list[dict]:
+    """Rows of what `launch_all(*case)` launches: each kernel compiles as it would on that GPU, and stays."""
+    rows, target = [], GPUTarget("cuda", arch, 32)
+    launch = lambda kernel, grid, *args, **kw: rows.append(describe(kernel.warmup(*args, grid=grid, **kw)))
+    triton.JITFunction.__getitem__ = lambda kernel, grid: partial(launch, kernel, grid)
+    driver = dict(current_target=lambda: target, current_device=lambda: arch, current_stream=lambda device: 0)
+    triton.runtime.driver.set_active(SimpleNamespace(**{f"get_{k}": v for k, v in driver.items()}))
+    launch_all(*case)
+    return rows
+
+
+def compile_table(targets=TARGETS) -> list[dict]:
+    """What every kernel needs on GPUs of these compute capabilities; none is needed.  In other processes, as
+    `compile_case` leaves Triton unable to launch.
+    """
+    with Pool() as pool:
+        rows = chain(*pool.starmap(compile_case, [(arch, case) for case in CASES for arch in targets], 1))
+    rows = {tuple(row.values()): row for row in rows}  # cases share kernels
+    return sorted(rows.values(), key=lambda row: (row["kernel"], row["target"]))
+
+
+if __name__ == "__main__":
+    if triton.knobs.runtime.interpret:
+        sys.exit("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
+    rows = compile_table()
+    for row in [{name: name for name in rows[0]}, *rows]:
+        print("{:84} {:>6} {:>9} {:>5} {:>6} {:>10} {:>11}".format(*row.values()))

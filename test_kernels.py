@@ -5,6 +5,8 @@ bfloat16 is not exact; on a GPU the same tests run on it.
 
 import copy
 import os
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,10 +17,11 @@ import model
 import selector
 import sfi
 from checks import choose_backend
-from conftest import load_folder, make_checkpoint, run
+from conftest import HERE, load_folder, make_checkpoint, run
 from test_sfi import CONFIGS, SMALL, prompt, token_text
 
 kernels = pytest.importorskip("kernels", reason="Triton is not installed", exc_type=ImportError)
+selector_kernels = pytest.importorskip("selector_kernels", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAN = float("nan")
@@ -123,7 +126,7 @@ def test_select(choice, R, width, n, monkeypatch):
     """Rows with their own candidates, in two blocks, one row left alone.  Sets may differ only where scores
     are as good as equal.
     """
-    monkeypatch.setattr(kernels, "CHUNK", 256)
+    monkeypatch.setattr(selector_kernels, "CHUNK", 256)
     torch.manual_seed(0)
     cfg = sfi.SFIConfig(n_sink=3, **choice)
     key_norm = torch.rand(3, 3, width + 9, device=DEVICE) + 0.5
@@ -149,7 +152,7 @@ def test_ties_go_to_the_lower_position():
     score = torch.zeros(1, 2, 3000, device=DEVICE)
     score[0, 0, [5, 1500, 2999]] = 1.0
     score[0, 1, 2000:] = 0.5
-    got = kernels.top_n(score, 1030)[0].tolist()
+    got = selector_kernels.top_n(score, 1030)[0].tolist()
     for row, slots in zip(score[0], got, strict=True):
         assert slots == selector.top_n(row[None], 1030)[0].tolist()
 
@@ -396,3 +399,21 @@ def test_command(folder, tmp_path, capsys):
     want = run(capsys, *argv)
     got = run(capsys, *argv, "--backend", "triton")
     assert got[0] == want[0] and "triton backend" in got[1] and "reference backend" in want[1]
+
+
+def test_every_kernel_compiles_for_gpus():
+    """Of three generations, without one: nothing spills, and K, V and queries come 16 bytes at a time (the
+    two other loads are the row's start and length).
+    """
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "kernels.py"], capture_output=True, text=True, cwd=HERE, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = {}
+    for line in done.stdout.splitlines()[1:]:
+        name, *_, target, registers, stack, shared, wide, other = line.split()
+        seen.setdefault(name, set()).add(target)
+        assert int(stack) == 0 and 0 < int(registers) <= 255 and int(shared) < 160_000, line
+        if name == "attend_kernel":
+            assert int(wide) > 0 and int(other) == 2, line
+    every = {n for m in (kernels, selector_kernels) for n in vars(m) if n.endswith("_kernel")}
+    assert seen == {name: {"80", "90", "100"} for name in every}
