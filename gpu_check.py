@@ -20,18 +20,27 @@ import story
 from model import ModelConfig
 from sfi import REFERENCE, Engine, SFIConfig
 
+DEFAULT = SFIConfig()
+
 
 @dataclass(frozen=True)
 class Sizes:
     """How large the checks are; the defaults are the real ones."""
 
+    dtype: torch.dtype = torch.bfloat16
+    cfg: SFIConfig = DEFAULT
+    base: tuple = ()  # what differs from the 0.6B, in pairs
+    repeats: int = 9  # of what is timed
+    n_kv: int = 8  # KV heads of single kernels
     length: int = 131072  # tokens of the longest row
     far: int = 1 << 31  # an element beyond which 32-bit offsets would wrap
     layers: int = 4  # of the model that decodes
     prompts: tuple = (3000, 1700, 2400)
     new: int = 100
     n_select: int = 256
+    n_recent: int = 64
     speed: tuple = (32768, 131072)  # tokens of the attention against a copy
+    batch: int = 8  # there
     shares: tuple = (0.016, 0.063, 0.125, 0.25, 0.5)  # kept of kept_of tokens
     kept_of: tuple = (16384, 16)  # tokens, batch
     contexts: tuple = (8192, 32768, 131072)
@@ -73,22 +82,22 @@ def check_kernels(device, sizes: Sizes) -> list[dict]:
     import kernels
 
     torch.manual_seed(0)
-    n, rows = sizes.length, []
-    far = -(-sizes.far // (2 * 8 * 128))  # slots that put row 2 beyond it
+    n, h, rows = sizes.length, sizes.n_kv, []
+    far = -(-sizes.far // (2 * sizes.n_kv * 128))  # slots that put row 2 beyond it
     cases = [
-        ("attend, decode", (2, 1, 8, 2, 128, n + 1900, [(1900, n), (0, 1814)])),
-        ("attend, prefill", (1, 512, 8, 2, 128, n, [(0, n)])),
-        ("attend, groups of 5, D 80", (3, 1, 2, 5, 80, n // 16, [(0, n // 16), (0, 1), (7, 130)])),
-        ("attend, far offsets", (3, 1, 8, 2, 128, far + 200, [(0, 64), (3, 1), (far, 200)])),
+        ("attend, decode", (2, 1, h, 2, 128, n + n // 64, [(n // 64, n), (0, n // 72)])),
+        ("attend, prefill", (1, min(512, n // 16), h, 2, 128, n, [(0, n)])),
+        ("attend, groups of 5, D 80", (3, 1, 2, 5, 80, n // 2, [(0, n // 2), (0, 1), (7, n // 4 + 1)])),
+        ("attend, far offsets", (3, 1, h, 2, 128, far + 200, [(0, 64), (3, 1), (far, 200)])),
     ]
     for name, case in cases:
-        ours, plain = attention_error(device, torch.bfloat16, *case)
+        ours, plain = attention_error(device, sizes.dtype, *case)
         rows.append({"check": name, "error": ours, "allowed": 2 * plain + 1e-4})
-    high, length = torch.tensor([[n - 256, -1, n // 2], [n, n, n // 2 + 300]], device=device)
+    high, length = torch.tensor([[n - n // 512, -1, n // 2], [n, n, n // 2 + n // 400]], device=device)
     for name in ("follow", "paper"):
         cfg = SFIConfig(selector=name, n_select=min(1536, n // 8))
-        scores = 3 * torch.randn(3, 8, 2, n, device=device)
-        key_norm, past = torch.rand(2, 3, 8, n, device=device) + 0.1
+        scores = 3 * torch.randn(3, h, 2, n, device=device)
+        key_norm, past = torch.rand(2, 3, h, n, device=device) + 0.1
         past /= past.sum(-1, keepdim=True)
         args = high, cfg.n_select, cfg
         want, got = (s.select(scores, key_norm, past.clone(), *args) for s in (selector, kernels))
@@ -96,15 +105,15 @@ def check_kernels(device, sizes: Sizes) -> list[dict]:
         same = [len(set(x) & set(y)) for x, y in zip(want, got, strict=True)]
         missed = 1 - statistics.mean(same) / cfg.n_select
         rows.append({"check": f"select, {name}: share missed", "error": missed, "allowed": 1e-3})
-    cap = 2048 if n > 4096 else 1024
-    K, V = torch.randn(2, 3, 8, cap + n, 128, device=device).bfloat16()
+    cap = n // 64 + 16
+    K, V = torch.randn(2, 3, h, cap + n, 128, device=device).to(sizes.dtype)
     copy = K.clone(), V.clone()
-    slots = torch.rand(3, 8, n // 2 - 4, device=device).topk(cap // 4).indices.sort(-1).values + 4
+    slots = torch.rand(3, h, n // 2 - 4, device=device).topk(cap // 2).indices.sort(-1).values + 4
     sfi.rebuild(K, V, slots, cap, 4, high, length)
     kernels.rebuild(*copy, slots, cap, 4, high, length)
-    new = torch.randn(2, 3, 1, 8, 128, device=device).bfloat16()
+    new = torch.randn(2, 3, 1, h, 128, device=device).to(sizes.dtype)
     at = torch.tensor([[n - 1, -1, 5], [cap - 1, -1, -1]], device=device)
-    norm = torch.zeros(2, 3, 8, n, device=device)
+    norm = torch.zeros(2, 3, h, n, device=device)
     sfi.append(*new, K, V, norm[0], *at)
     kernels.append(*new, *copy, norm[1], *at)
     differ = sum((a != b).sum().item() for a, b in ((K, copy[0]), (V, copy[1])))
@@ -120,26 +129,28 @@ def check_decodes(device, sizes: Sizes, make) -> list[dict]:
     import kernels
 
     cuda = device.type == "cuda"
-    config = replace(ModelConfig.from_dict(make.QWEN3_06B), num_hidden_layers=sizes.layers)
+    config = ModelConfig.from_dict(make.QWEN3_06B | dict(sizes.base))
+    config = replace(config, num_hidden_layers=sizes.layers)
     texts = pieces(10**6)[1]
     token_text = lambda token: texts[token % len(texts)]
     lm = make.random_model(config, torch.float32, device)
-    prompts = [[(7 * i + b) % 50000 for i in range(n)] for b, n in enumerate(sizes.prompts)]
+    prompts = [[(7 * i + b) % config.vocab_size for i in range(n)] for b, n in enumerate(sizes.prompts)]
     rows = []
     for name in ("follow", "paper"):
-        cfg = SFIConfig(n_select=sizes.n_select, n_recent=64, max_interval=24, min_gap=4, selector=name)
+        budget = dict(n_select=sizes.n_select, n_recent=sizes.n_recent, n_evidence=min(16, sizes.n_recent))
+        cfg = SFIConfig(**budget, max_interval=24, min_gap=4, selector=name)
         made = {}
-        for label, ops in (
-            ("reference", REFERENCE),
-            ("triton", kernels.triton_ops(cuda)),
-            ("no overlap", kernels.triton_ops(cuda, overlap=False)),
-            ("no graphs", kernels.triton_ops(cuda, graphs=False)),
-        ):
+        variants = {"reference": REFERENCE, "triton": kernels.triton_ops(cuda)}
+        if cuda:
+            variants["no overlap"] = kernels.triton_ops(cuda, overlap=False)
+            variants["no graphs"] = kernels.triton_ops(cuda, graphs=False)
+        for label, ops in variants.items():
             size = dict(batch=len(prompts), max_length=max(sizes.prompts) + sizes.new, new_tokens=sizes.new)
             engine = Engine(lm, cfg, token_text, ops=ops, **size)
             steps = sfi.decode(engine, prompts, max_new_tokens=sizes.new)
             made[label] = [(step.tokens, [part.reason for part in step.parts]) for step in steps]
-        for label, other in (("reference", "triton"), ("triton", "no overlap"), ("triton", "no graphs")):
+        for other in [name for name in made if name != "reference"]:
+            label = "reference" if other == "triton" else "triton"
             differ = sum(a != b for a, b in zip(made[label], made[other], strict=True))
             rows.append({"check": f"decode, {name}, {other} / {label}: steps that differ", "error": differ})
     return [row | {"allowed": 0} for row in rows]
@@ -149,19 +160,19 @@ def attention_speed(device, sizes: Sizes, seconds) -> dict:
     """Attention: share of the copy bandwidth by length, batch 8, and how much faster it is by share kept."""
     import kernels
 
-    some = lambda work: statistics.median(seconds(work, device) for _ in range(9))
-    x = torch.empty(1 << 30 if device.type == "cuda" else 1 << 20, dtype=torch.int8, device=device)
+    some = lambda work: statistics.median(seconds(work, device) for _ in range(sizes.repeats))
+    x = torch.empty(8192 * sizes.length, dtype=torch.int8, device=device)  # 1 GiB
     y = torch.empty_like(x)
     some(lambda: y.copy_(x))
     copy = 2 * x.nbytes / some(lambda: y.copy_(x))
 
     def timed(n, B, slots, attend):
-        made = torch.randn(2, B, 8, slots, 128, device=device).bfloat16()
-        q = torch.randn(B, 1, 16, 128, device=device).bfloat16()
+        made = torch.randn(2, B, sizes.n_kv, slots, 128, device=device).to(sizes.dtype)
+        q = torch.randn(B, 1, 2 * sizes.n_kv, 128, device=device).to(sizes.dtype)
         start, length = torch.zeros(B, dtype=torch.int64, device=device), torch.full((B,), n, device=device)
         work = lambda: attend(q, *made, start, length)
         some(work)
-        return some(work), 2 * B * 8 * n * 128 * 2
+        return some(work), made[..., :n, :].numel() * made.itemsize
 
     def sdpa(q, K, V, start, length):
         n = int(length[0])
@@ -169,7 +180,7 @@ def attention_speed(device, sizes: Sizes, seconds) -> dict:
 
     rows = []
     for n in sizes.speed:
-        (ours, read), (torch_s, _) = timed(n, 8, n, kernels.attend), timed(n, 8, n, sdpa)
+        (ours, read), (torch_s, _) = timed(n, sizes.batch, n, kernels.attend), timed(n, sizes.batch, n, sdpa)
         speed = {"gb_s": read / ours / 1e9, "of_copy": read / ours / copy}
         rows.append({"tokens": n, "ms": 1e3 * ours, "sdpa_ms": 1e3 * torch_s, **speed})
     n, B = sizes.kept_of
@@ -197,7 +208,7 @@ def main(device, make, sizes=Sizes()) -> dict:
         )
     print("faster by share kept:", {k: round(v, 1) for k, v in result["faster_by_share_kept"].items()})
     ids, texts = pieces(sizes.steps)
-    sizes_of = {"0.6b": make.QWEN3_06B, "4b": make.QWEN3_06B | QWEN3_4B}
+    sizes_of = {"0.6b": make.QWEN3_06B | dict(sizes.base), "4b": make.QWEN3_06B | QWEN3_4B}
     result["rows"] = []
     names = ("dense_ms", "fast_ms", "slow_ms", "gather_ms", "speedup", "byte_speedup")
     print(f"{'model':>6}{'batch':>6}{'tokens':>8}" + "".join(f"{name:>14}" for name in names))
@@ -206,10 +217,9 @@ def main(device, make, sizes=Sizes()) -> dict:
         if name != loaded:
             lm, loaded = None, name
             config = ModelConfig.from_dict(sizes_of[name])
-            lm = make.random_model(config, torch.bfloat16 if cuda else torch.float32, device)
+            lm = make.random_model(config, sizes.dtype, device)
         for context in sizes.contexts:
-            cfg = SFIConfig()
-            row = make.measure(lm, cfg, context, batch, ids, texts.__getitem__, triton_ops(cuda))
+            row = make.measure(lm, sizes.cfg, context, batch, ids, texts.__getitem__, triton_ops(cuda))
             result["rows"].append({"model": name} | row)
             cells = "".join(f"{row[key]:14.2f}" for key in names)
             print(f"{name:>6}{batch:6}{context:8}{cells}", flush=True)

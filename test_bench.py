@@ -1,5 +1,6 @@
 """The benchmark's own parts: what it measures is what it says.  No time is asserted."""
 
+import pytest
 import torch
 
 import bench
@@ -53,3 +54,23 @@ def test_too_small_a_benchmark_is_refused(capsys):
             assert e.code == 2
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and f"--steps {2 * SFIConfig().max_interval}" in err
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_the_check_for_gpus_on_toy_sizes(capsys):
+    """All of `bench.py --check` in Triton's interpreter: it must find nothing wrong, and time every row."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    import gpu_check
+
+    tiny = dict(vocab_size=97, hidden_size=48, intermediate_size=32, num_hidden_layers=1)
+    tiny |= dict(num_attention_heads=3, num_key_value_heads=3, head_dim=16)
+    sizes = gpu_check.Sizes(
+        dtype=torch.float32, cfg=SMALL, base=tuple(tiny.items()), repeats=1, n_kv=2, length=256, far=4000,
+        layers=1, prompts=(26, 9), new=8, n_select=5, n_recent=8, speed=(64,), batch=1, shares=(0.5,),
+        kept_of=(64, 1),
+        contexts=(40,), models=(("0.6b", 1),), steps=12,
+    )  # fmt: skip
+    result = gpu_check.main(torch.device("cpu"), bench, sizes)
+    assert all(row["error"] <= row["allowed"] for row in result["checks"]), result["checks"]
+    assert len(result["checks"]) == 10 and "WRONG" not in capsys.readouterr().out
+    assert result["rows"][0]["fast_ms"] > 0 and result["attention"][0]["of_copy"] > 0

@@ -22,6 +22,7 @@ from test_sfi import CONFIGS, SMALL, prompt, token_text
 
 kernels = pytest.importorskip("kernels", reason="Triton is not installed", exc_type=ImportError)
 selector_kernels = pytest.importorskip("selector_kernels", reason="Triton is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) is -inf, meant so
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAN = float("nan")
