@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -418,3 +419,51 @@ def test_every_kernel_compiles_for_gpus():
             assert int(wide) > 0 and int(other) == 2, line
     every = {n for m in (kernels, selector_kernels) for n in vars(m) if n.endswith("_kernel")}
     assert seen == {name: {"80", "90", "100"} for name in every}
+
+
+def test_one_host_read_a_step(small, monkeypatch):
+    """Fast or slow: what the project's own code reads of a tensor, per step, is the tokens."""
+    made = engine(small, SMALL, kernels.triton_ops(DEVICE == "cuda"), max_length=60, new_tokens=14)
+    made.prefill(0, prompt(30))
+    reads = []
+
+    def counting(name, method):
+        def read(tensor, *args):
+            frame = sys._getframe(1)
+            if Path(frame.f_code.co_filename).parent == HERE:
+                reads.append((name, frame.f_code.co_name))
+            return method(tensor, *args)
+
+        return read
+
+    for name in (
+        "tolist",
+        "item",
+        "cpu",
+        "numpy",
+        "nonzero",
+        "__bool__",
+        "__int__",
+        "__index__",
+        "__float__",
+    ):
+        monkeypatch.setattr(torch.Tensor, name, counting(name, getattr(torch.Tensor, name)))
+    reasons = set()
+    for token in (0, 1, 2, 3, 4, 5, 6, 7):
+        logits, parts = made.step([token])
+        made.pick(logits)
+        reasons.add(parts[0].reason)
+        assert reads == [("tolist", "pick")]
+        reads.clear()
+    assert len(reasons) == 2
+
+
+def test_attend_in_half_precision():
+    """At most twice the error of the same in plain PyTorch.  (The interpreter's bfloat16 is wrong.)"""
+    torch.manual_seed(0)
+    spans = [(3, 150), (0, 70)]
+    q, (K, V) = torch.randn(2, 1, 6, 64, device=DEVICE).half(), caches(2, 2, 160, 64, spans, torch.float16)
+    start, length = torch.tensor(spans, device=DEVICE).T.contiguous()
+    exact = model.attend(q.float(), K.float(), V.float(), start, length)[0]
+    ours, plain = (m.attend(q, K, V, start, length)[0].float() for m in (kernels, model))
+    assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max()
