@@ -119,6 +119,10 @@ def triton_problem(device: torch.device, cfg: SFIConfig) -> str | None:
         return "Triton is not installed (it comes with CUDA builds of torch for Linux); pip install triton"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "it needs a CUDA device, or TRITON_INTERPRET=1 in the environment to be interpreted, slowly"
+    if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET is set, which runs kernels on a CPU; unset it"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 (A100) or newer"
     import kernels
 
     if cfg.selector not in kernels.SELECTORS:
@@ -143,6 +147,8 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, batch: int) -> tuple[i
 
 def check_memory(weights: int, cache: int, device: torch.device):
     """ValueError if so many bytes of weights and cache do not fit."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for later is free too
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if weights + cache > free:
         parts = f"{weights / 1e9:.1f} weights + {cache / 1e9:.1f} cache"

@@ -263,6 +263,10 @@ class Overlap:
         for layer in range(len(self.done)):
             self.before(layer)
 
+    def __del__(self):
+        """The engine's memory may now be given to others on the main stream."""
+        self.join()
+
 
 class Captured:
     """A forward pass as a CUDA graph: one launch replays it with other inputs of the same shapes."""

@@ -34,7 +34,7 @@ def select(scores, key_norm, past, high, n, cfg):
 
     scores (B, K, R, width) fp32 are those of `model.attend`; key_norm, past (B, K, S_max) fp32; high (B,)
     int64: row b's candidates are the positions [n_sink, high[b]), -1 for a row that is not refreshed.
-    Returns positions (B, K, n) int64, ascending and unique; 0 for rows that are not refreshed.
+    Returns positions (B, K, n) int64, ascending and unique; rows that are not refreshed get any.
     """
     slots = torch.zeros((*key_norm.shape[:2], n), dtype=torch.int64, device=key_norm.device)
     for b, end in enumerate(high.tolist()):

@@ -283,7 +283,7 @@ class Engine:
         self.key_norm = torch.empty(shape, dtype=torch.float32, device=model.device)
         self.past = torch.zeros(shape, dtype=torch.float32, device=model.device)  # see `selector.follow`
         self.schedule = ops.schedule(model.config.num_hidden_layers)
-        self.again = None  # runs the last pass once more
+        self.last = None  # what the last pass was given
         # Experts are chosen on the host, so a pass through them cannot be captured.
         self.capture, self.captured = None if model.config.num_experts else ops.capture, None
         self.rows = [Row() for _ in range(batch)]
@@ -343,7 +343,9 @@ class Engine:
         """
         tokens = sample(logits, [row.length for row in self.rows], sampling)
         *tokens, finite = torch.cat([tokens, logits.isfinite().all()[None].long()]).tolist()
-        return tokens if finite else self._checked(logits)
+        if not finite:
+            raise ValueError(self._not_finite())
+        return tokens
 
     def force(self, b: int, tokens: list[int]):
         """Feed given tokens to row b, as `step` would one by one, but a run of fast steps in one pass.
@@ -410,16 +412,19 @@ class Engine:
             (new, p.start, p.visible, p.memory, self._high(p))
             for new, p in zip(first_new, parts, strict=True)
         ]
-        inputs = torch.tensor(tokens, device=device), torch.tensor(plan, device=device)
-        forward = lambda *inputs: self._forward(first, parts, n_logits, *inputs)
-        self.again = lambda: forward(*inputs)
-        if self.capture and T == 1 and not any(p.refresh for p in parts):
+        pinned = device.type == "cuda"  # then the host need not wait for the copy
+        upload = lambda x: torch.tensor(x, pin_memory=pinned).to(device, non_blocking=True)
+        inputs = upload(tokens), upload(plan)
+        self.last = (first, parts, n_logits, *inputs)
+        all_rows = len(parts) == len(self.rows)
+        if self.capture and T == 1 and all_rows and not any(p.refresh for p in parts):
             self.schedule.join()
             if self.captured is None:
+                forward = lambda *inputs: self._forward(first, parts, n_logits, *inputs)
                 self.captured = self.capture(forward, *inputs)
             return self.captured(*inputs)
         try:
-            return self.again()
+            return self._forward(*self.last)
         except FloatingPointError:
             raise ValueError(self._not_finite()) from None
 
@@ -440,7 +445,8 @@ class Engine:
             self.ops.append(k, v, K, V, self.key_norm[layer, cached], position, memory)
             scores = None
             if wanted:
-                shape = (len(parts), K.shape[1], rows // K.shape[1], max(p.visible for p in parts))
+                width = -(-max(p.visible for p in parts) // 16) * 16  # rows of scores begin aligned
+                shape = (len(parts), K.shape[1], rows // K.shape[1], width)
                 scores = self.schedule.room(shape, q.device)
             out, scores = self.ops.attend(q, K, V, start, length, scores)
             if refreshed:
@@ -470,7 +476,7 @@ class Engine:
 
         hooks = [block.register_forward_hook(look) for block in self.model.model["layers"]]
         try:
-            self.again()
+            self._forward(*self.last)
             found.append("the output head")
         except FloatingPointError:
             found.append(f"the attention of layer {len(passed)}")

@@ -179,7 +179,7 @@ def small(tmp_path_factory):
 
 
 def engine(tiny, cfg, ops, **sizes):
-    return sfi.Engine(tiny.to(DEVICE), cfg, token_text, ops=ops, **sizes)
+    return sfi.Engine(copy.deepcopy(tiny).to(DEVICE), cfg, token_text, ops=ops, **sizes)
 
 
 def decoded(tiny, cfg, ops, prompts, new):
@@ -362,6 +362,13 @@ def test_captured_steps_depend_on_their_inputs_alone(tiny, name):
     assert Replayed.made == 1
 
 
+@pytest.mark.parametrize("prompts", [[[5], [7]], [[5], prompt(9)]], ids=len)
+def test_a_prompt_of_one_token_is_not_a_step_of_the_batch(tiny, prompts):
+    """It once took the captured step's place, or ran as a replay of another row's."""
+    want = decoded(tiny, SMALL, sfi.REFERENCE, prompts, 6)
+    assert decoded(tiny, SMALL, sfi.REFERENCE._replace(capture=Replayed), prompts, 6) == want
+
+
 def test_experts_are_not_captured(tiny):
     moe = copy.copy(tiny)
     moe.config = replace(tiny.config, num_experts=4)
@@ -372,6 +379,8 @@ def test_experts_are_not_captured(tiny):
 
 
 def test_backend_is_chosen_once_and_said(monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     assert choose_backend("auto", CPU, SMALL) is sfi.REFERENCE
     assert choose_backend("reference", CUDA, SMALL) is sfi.REFERENCE
     assert choose_backend("auto", CUDA, SMALL).name == "triton"
@@ -383,9 +392,14 @@ def test_backend_is_chosen_once_and_said(monkeypatch, capsys):
     )
     with pytest.raises(ValueError, match="^--backend triton: there are no kernels for --selector span"):
         choose_backend("triton", CUDA, span)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="it needs a CUDA device, or TRITON_INTERPRET=1"):
         choose_backend("triton", CPU, SMALL)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ValueError, match="compute capability 8.0"):
+        choose_backend("triton", CUDA, SMALL)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="unset it"):
+        choose_backend("triton", CUDA, SMALL)
     monkeypatch.setattr("checks.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="Triton is not installed"):
         choose_backend("triton", CUDA, SMALL)
