@@ -47,7 +47,7 @@ GRID = [  # B, T, n_kv, G, D, spans
     (1, 1, 3, 16, 64, [(5, 200)]),
     (2, 1, 2, 1, 96, [(0, 31), (2, 33)]),
     (3, 4, 2, 3, 64, [(1, 4), (0, 0), (7, 65)]),
-    (1, 37, 2, 2, 64, [(11, 90)]),
+    (1, 19, 2, 2, 64, [(11, 70)]),
     (1, 2, 1, 16, 128, [(0, 18)]),
 ]
 
@@ -189,22 +189,15 @@ def decoded(tiny, cfg, ops, prompts, new):
     return [(step.tokens, [part.reason for part in step.parts]) for step in steps]
 
 
-@pytest.mark.parametrize(
-    "name, prompts",
-    [
-        ("sentence-follow", [prompt(26), prompt(33, 1)]),
-        ("sentence-paper", [prompt(28, 3), prompt(29, 2)]),
-        ("window", [prompt(26), prompt(33, 1)]),
-    ],
-    ids=lambda x: x if isinstance(x, str) else "",
-)
-def test_whole_decode(small, name, prompts):
+@pytest.mark.parametrize("name", ["sentence-follow", "sentence-paper", "window"])
+def test_whole_decode(small, name):
     """Unequal rows, mixed steps: the same tokens."""
-    ops = kernels.triton_ops(DEVICE == "cuda")
-    want = decoded(small, CONFIGS[name], sfi.REFERENCE, prompts, 12)
-    assert decoded(small, CONFIGS[name], ops, prompts, 12) == want
+    cfg = replace(CONFIGS[name], n_select=5, n_recent=5, min_gap=1, max_interval=4)
+    prompts, ops = [prompt(12), prompt(16, 1)], kernels.triton_ops(DEVICE == "cuda")
+    want = decoded(small, cfg, sfi.REFERENCE, prompts, 9)
+    assert decoded(small, cfg, ops, prompts, 9) == want
     if name.startswith("sentence"):
-        assert any("fast" in reasons and len(set(reasons)) == 2 for _, reasons in want)
+        assert any("fast" in reasons and len(set(reasons)) == 2 for _, reasons in want[2:6])
 
 
 def test_forced_tokens(small):
