@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import generate
@@ -212,7 +213,7 @@ def test_every_end_token_of_three_files_ends_and_is_not_printed(capsys, damaged,
     edit_config(folder, eos_token_id=3)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5]}))
     tokens = iter([65, 66, stop, 67])
-    monkeypatch.setattr(sfi, "sample", lambda *args: [next(tokens)])
+    monkeypatch.setattr(sfi, "sample", lambda *args: torch.tensor([next(tokens)]))
     out, err, _ = run(capsys, *argv, "--max-new-tokens", 10, "--json")
     r = json.loads(out.splitlines()[-1])
     letters = Text(folder).tokenizer.decode([65, 66])
