@@ -123,13 +123,9 @@ def triton_problem(device: torch.device, cfg: SFIConfig) -> str | None:
         return "TRITON_INTERPRET is set, which runs kernels on a CPU; unset it"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs a GPU of compute capability 8.0 (A100) or newer"
-    import kernels
+    from selector_kernels import unsupported
 
-    if cfg.selector not in kernels.SELECTORS:
-        return (
-            f"there are no kernels for --selector {cfg.selector}; give one of {', '.join(kernels.SELECTORS)}"
-        )
-    return None
+    return unsupported(cfg)
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, batch: int) -> tuple[int, int]:

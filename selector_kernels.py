@@ -291,12 +291,16 @@ def top_n(score, n: int):
     return slots
 
 
-def select(scores, key_norm, past, high, n, cfg):
+def unsupported(cfg) -> str | None:
+    """Why these passes cannot select as cfg says; None if they can."""
     if cfg.selector not in SELECTORS:
-        raise ValueError(
-            f"selector {cfg.selector} has no Triton passes; allowed with backend triton are "
-            f"{', '.join(SELECTORS)}: choose one, or backend reference"
-        )
+        return f"there are no kernels for selector {cfg.selector}; give one of {', '.join(SELECTORS)}"
+
+
+def select(scores, key_norm, past, high, n, cfg):
+    """`selector.select`, without reading anything on the host; ValueError for a selector without kernels."""
+    if problem := unsupported(cfg):
+        raise ValueError(problem)
     steps = selector.STEPS[cfg.selector] if cfg.steps is None else cfg.steps
     return top_n(
         SELECTORS[cfg.selector](Passes(scores, high, cfg.n_sink), key_norm, past, steps, cfg.fusion), n

@@ -312,9 +312,10 @@ def test_a_broken_schedule_is_seen(tiny, broken):
     late, prompts = sfi.REFERENCE._replace(schedule=broken), [prompt(40), prompt(61, 1)]
     want = decoded(tiny, SMALL, sfi.REFERENCE, prompts, 30)
     try:
-        assert decoded(tiny, SMALL, late, prompts, 30) != want
-    except (ValueError, FloatingPointError, RuntimeError):
-        pass  # unwritten memory may hold anything
+        got = decoded(tiny, SMALL, late, prompts, 30)
+    except (ValueError, RuntimeError) as e:  # memory read before it was written may hold anything
+        got = e
+    assert got != want
 
 
 def test_fork_waits_for_the_side_stream(tiny):
@@ -381,9 +382,9 @@ def test_backend_is_chosen_once_and_said(monkeypatch, capsys):
     span = replace(SMALL, selector="span")
     assert choose_backend("auto", CUDA, span) is sfi.REFERENCE
     assert capsys.readouterr().err == (
-        "no optimized path: there are no kernels for --selector span; give one of follow, paper\n"
+        "no optimized path: there are no kernels for selector span; give one of follow, paper\n"
     )
-    with pytest.raises(ValueError, match="^--backend triton: there are no kernels for --selector span"):
+    with pytest.raises(ValueError, match="^--backend triton: there are no kernels for selector span"):
         choose_backend("triton", CUDA, span)
     with pytest.raises(ValueError, match="it needs a CUDA device, or TRITON_INTERPRET=1"):
         choose_backend("triton", CPU, SMALL)
