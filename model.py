@@ -403,6 +403,17 @@ class Model(nn.Module):
         head = self.model["embed_tokens"] if self.config.tie_word_embeddings else self.lm_head
         return product(x, head.weight).float()
 
+    def weight_bytes(self, dtype: torch.dtype, tokens: int) -> tuple[int, int]:
+        """Bytes of all weights in `dtype`, and of those that a step of so many tokens reads, at most: of a
+        mixture of experts those in use, of an embedding that is not the head too a few rows.
+        """
+        c, sizes = self.config, {name: p.numel() * dtype.itemsize for name, p in self.named_parameters()}
+        idle = 0 if c.tie_word_embeddings else sizes["model.embed_tokens.weight"]
+        if c.num_experts:
+            experts = sum(size for name, size in sizes.items() if ".experts." in name)
+            idle += int(experts * (1 - min(tokens * c.num_experts_per_tok / c.num_experts, 1)))
+        return sum(sizes.values()), sum(sizes.values()) - idle
+
     @property
     def dtype(self) -> torch.dtype:
         return self.model["embed_tokens"].weight.dtype
@@ -423,23 +434,35 @@ class KVCache:
         self.k, self.v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
 
 
-def attend_and_score(q, K, V, scores, block=2048):
-    """Attention of one token, q (K, G, D) over K, V (K, n, D), written with its scores: out (K, G, D), scores
-    (K, G, n) fp32, in place.
+def score(q, K, scores, block=2048):
+    """scores (K, R, n) fp32, written in place: q.k / sqrt(D) of q (K, R, D) with K (K, n, D).
 
-    The scores are needed anyway at a slow step, so the output is made from them.  In blocks: what a product
-    reads, widened to fp32 where it is narrower, then comes from the processor's cache.  Which factor of the
-    scores comes first is what was fastest on a CPU: the long one as it lies, the short one if it was widened.
+    In blocks: what a product reads, widened to fp32 where it is narrower, then comes from the processor's
+    cache.  Which factor comes first is what was fastest on a CPU: the long one as it lies, the short one if
+    it was widened.
     """
-    q, room = q.float(), torch.empty((K.shape[0], block, K.shape[2]), device=K.device)
-    wide = lambda x: x if x.dtype == torch.float32 else room[:, : x.shape[1]].copy_(x)
+    q, wide = q.float(), widener(K, block)
     dots = (lambda keys: (keys @ q.mT).mT) if K.dtype == torch.float32 else lambda keys: q @ wide(keys).mT
     for part, keys in zip(scores.split(block, dim=2), K.split(block, dim=1), strict=True):
-        torch.mul(dots(keys), K.shape[-1] ** -0.5, out=part)  # (K, G, block)
-    p, out = scores.softmax(-1), torch.zeros_like(q)
+        torch.mul(dots(keys), K.shape[-1] ** -0.5, out=part)  # (K, R, block)
+
+
+def weigh(p, V, block=2048):
+    """sum_j p_j v_j in fp32, (K, R, D), of weights p (K, R, n) fp32 and V (K, n, D), in blocks as `score`."""
+    out, wide = torch.zeros((*p.shape[:2], V.shape[2]), device=p.device), widener(V, block)
     for weights, values in zip(p.split(block, dim=2), V.split(block, dim=1), strict=True):
         out.baddbmm_(weights, wide(values))
-    return out.to(K.dtype)
+    return out
+
+
+def widener(cache, block):
+    """A function that gives at most `block` rows of each head of the cache (K, n, D) in fp32, until the next
+    call.
+    """
+    if cache.dtype == torch.float32:
+        return lambda x: x
+    room = torch.empty((cache.shape[0], block, cache.shape[2]), device=cache.device)
+    return lambda x: room[:, : x.shape[1]].copy_(x)
 
 
 def attend(q, K, V, start, length, scores=None):
@@ -449,12 +472,13 @@ def attend(q, K, V, start, length, scores=None):
     [start, start + length), the last T of which are its own tokens: query t sees length - T + t + 1 of them.
     A row of length 0 gives zeros.  Returns out (B, T, H, D), and `scores`, which, if given, is (B, K, G * W,
     width) fp32 and gets in its first length[b] columns the scaled scores q.k / sqrt(D) of the last W queries,
-    not masked, rounded to the cache dtype; row g * W + w belongs to query head g of the group and query w.
+    not masked; row g * W + w belongs to query head g of the group and query w.
 
-    The G query heads of a KV head become the rows of one product, so K and V are read once, not G times.
-    The lengths are read on the host: nothing on a CPU, one wait a layer on a GPU.
+    The G query heads of a KV head become the rows of one product, so K and V are read once, not G times.  A
+    few tokens whose scores are all wanted are attended to from these, which saves computing them twice.  The
+    lengths are read on the host: nothing on a CPU, one wait a layer on a GPU.
     """
-    _, T, H, D = q.shape
+    T, H = q.shape[1:3]
     n_kv, G = K.shape[1], H // K.shape[1]
     out, W = torch.zeros_like(q), scores.shape[2] // G if scores is not None else 0
     for b, (first, n) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
@@ -462,19 +486,25 @@ def attend(q, K, V, start, length, scores=None):
             continue
         keys, values = K[b, :, first : first + n], V[b, :, first : first + n]  # (K, n, D)
         queries = q[b].unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3)  # (K, G, T, D)
-        mask = None  # (G * T, n)
-        if T > 1:
-            mask = torch.ones(T, n, dtype=torch.bool, device=q.device).tril(n - T).repeat(G, 1)
-        grouped = queries.flatten(1, 2)[None], keys[None], values[None]  # (1, K, G * T or n, D)
-        if T == 1 and W:
-            out[b] = attend_and_score(*(x[0] for x in grouped), scores[b, ..., :n]).flatten(0, 1)  # (H, D)
-            continue
-        o = F.scaled_dot_product_attention(*grouped, attn_mask=mask)[0].unflatten(1, (G, T))  # (K, G, T, D)
-        out[b] = o.permute(2, 0, 1, 3).flatten(1, 2)  # (T, H, D)
+        grouped = queries.flatten(1, 2)  # (K, G * T, D)
         if W:
-            last = queries[:, :, T - W :].flatten(1, 2)  # (K, G * W, D)
-            # The long side first: several times faster on a CPU than (few rows) x (many columns).
-            scores[b, ..., :n] = torch.matmul(keys, last.mT).mT.float() * D**-0.5
+            score(queries[:, :, T - W :].flatten(1, 2), keys, scores[b, ..., :n])
+        if W == T <= 32:
+            recent = scores[b, ..., n - T : n]  # the only ones that a causal mask touches
+            whole = recent.clone()
+            recent.masked_fill_(
+                torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1).repeat(G, 1), -torch.inf
+            )
+            few = max(2**22 // (G * T * n), 2)  # heads at a time: fresh memory comes slowly from 32 MB on
+            parts = zip(scores[b, ..., :n].split(few), values.split(few), strict=True)
+            o = torch.cat([weigh(s.softmax(-1), v) for s, v in parts])
+            recent.copy_(whole)
+        else:
+            mask = None  # (G * T, n)
+            if T > 1:
+                mask = torch.ones(T, n, dtype=torch.bool, device=q.device).tril(n - T).repeat(G, 1)
+            o = F.scaled_dot_product_attention(grouped[None], keys[None], values[None], attn_mask=mask)[0]
+        out[b] = o.unflatten(1, (G, T)).permute(2, 0, 1, 3).flatten(1, 2)  # (T, H, D)
     return out, scores
 
 

@@ -95,11 +95,18 @@ def noise(seed: int, row: int, position: int, size: int) -> torch.Tensor:
     return -torch.from_numpy(waits).log().float()
 
 
-def sample(logits, positions: list[int], s: Sampling) -> torch.Tensor:
-    """One token a row, (B,) int64, from finite logits (B, V), to stand at `positions`."""
-    if s.temperature > 0:
-        drawn = [noise(s.seed, row, p, logits.shape[-1]) for row, p in enumerate(positions)]
-        noisy = logits + s.temperature * torch.stack(drawn).to(logits.device)
-        all_kept = s.top_k == 0 and s.top_p == 1 and s.min_p == 0
-        logits = noisy if all_kept else noisy.masked_fill(~kept(logits, s), -torch.inf)
-    return logits.argmax(-1)
+def noisy(logits, places: list[tuple[int, int]], s: Sampling) -> torch.Tensor:
+    """(n, V) whose largest entries are the tokens drawn from finite logits (n, V), each for the (row, position)
+    where its token is to stand; unit: logits.
+    """
+    if s.temperature == 0:
+        return logits
+    drawn = torch.stack([noise(s.seed, row, p, logits.shape[-1]) for row, p in places])
+    summed = logits + s.temperature * drawn.to(logits.device)
+    all_kept = s.top_k == 0 and s.top_p == 1 and s.min_p == 0
+    return summed if all_kept else summed.masked_fill(~kept(logits, s), -torch.inf)
+
+
+def sample(logits, places: list[tuple[int, int]], s: Sampling) -> torch.Tensor:
+    """The tokens drawn, (n,) int64; see `noisy`."""
+    return noisy(logits, places, s).argmax(-1)

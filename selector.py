@@ -58,7 +58,7 @@ def select_row(scores, key_norm, past, n, cfg):
         raise ValueError(f"cannot select n = {n} of {scores.shape[-1]} candidates; ask for at most that many")
     steps = STEPS[cfg.selector] if cfg.steps is None else cfg.steps
     if cfg.selector == "follow":
-        score = follow(scores.float().softmax(-1), past, steps)
+        score = follow(*evidence(scores), past, steps)
     elif cfg.selector == "span":
         score = span(scores.float().log_softmax(-1), n, cfg.n_sink)
     else:
@@ -77,22 +77,30 @@ def top_n(score, n):
     return chosen.nonzero()[:, 1].view(-1, n)
 
 
-def follow(p, past, steps=STEPS["follow"]):
-    """Score (K, M) of `follow` from the evidence p (K, R, M), each row a softmax over the candidates.
+def evidence(scores):
+    """Mean and maximum over the rows, (K, M) each, of p = softmax of scores (K, R, M) over the candidates."""
+    few = max(2**22 // scores[0].numel(), 1)  # heads at a time: fresh memory comes slowly from 32 MB on
+    p = (part.float().softmax(-1) for part in scores.split(few))
+    mean, peak = zip(*((part.mean(1), part.amax(1)) for part in p), strict=True)
+    return torch.cat(mean), torch.cat(peak)
+
+
+def follow(mean, peak, past, steps=STEPS["follow"]):
+    """Score (K, M) of `follow` from the `evidence`.
 
     f is the mean over rows.  past: f of this refresh and of the earlier ones, each half as much as the next,
     which a slow step's one query alone would not show.  heads: half of f is the mean over the KV heads.
     followers: copying walks along the text, so a token counts at least FOLLOWED times the largest p of the
     FOLLOWERS tokens before it, over all rows.
     """
-    f = p.mean(1)
+    f = mean
     if "past" in steps:
         f = f + past
         f = past.copy_(f / f.sum(-1, keepdim=True))
     if "heads" in steps:
         f = (f + f.mean(0)) / 2
     if "followers" in steps:
-        before = F.pad(p.amax(1)[:, :-1], (FOLLOWERS, 0))  # (K, FOLLOWERS + M - 1)
+        before = F.pad(peak[:, :-1], (FOLLOWERS, 0))  # (K, FOLLOWERS + M - 1)
         f = torch.maximum(f, FOLLOWED * F.max_pool1d(before[None], FOLLOWERS, stride=1)[0])
     return f
 

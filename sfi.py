@@ -7,27 +7,31 @@ does dense attention over everything, and its scores choose the next memory.  No
 cache stays, so a later slow step can bring any token back.
 
 Dense decoding, prompt chunks and slow steps are one operation, a dense pass; a fast step is the same forward
-pass reading other slots.  The leaf operations (`append`, `attend`, `select`, `rebuild`) come as one `Ops` and
+pass reading other slots.  In exact mode the fast steps since the last dense pass are drafts, and the next one
+feeds all their tokens again and says which are right (`exact.py`).  The leaf operations (`append`, `attend`, `select`, `rebuild`) come as one `Ops` and
 may be replaced by faster twins. Letters: see `model.py`.  Positions are absolute.  Read before: `model.py`,
 `selector.py`, `sampling.py`; after: `generate.py`.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 
+from exact import PASS, Drafts
 from model import KVCache, Model, ModelConfig, attend, yarn_for
-from sampling import GREEDY, sample
+from sampling import GREEDY, noisy
 from selector import FUSIONS, STEPS, select
 
 POLICIES = ("sentence", "fixed", "never", "window", "dense")
 SELECTORS = tuple(STEPS)
 BACKENDS = ("auto", "reference", "triton")
-SLOW_REASONS = ("dense", "short", "first", "sentence", "interval")
+SLOW_REASONS = ("dense", "short", "first", "sentence", "interval", "doubt", "end")
 
 
 def option(default, help, choices=None):
@@ -50,6 +54,10 @@ class SFIConfig:
     selector: str = option("follow", "how tokens are selected", SELECTORS)
     steps: tuple[str, ...] | None = option(None, "selector steps to run, such as past,heads; none given: all")
     fusion: str = option("arithmetic", "how selector `paper` joins evidence and prior", tuple(FUSIONS))
+    exact: bool = option(False, "fast steps draft, slow steps check: the tokens of dense decoding")
+    draft_cost: float | None = option(
+        None, "exact: what one more draft costs, in dense steps; none given: by bytes; 0: long drafts"
+    )
 
     def __post_init__(self):
         least = dict(n_sink=0, n_select=0, n_recent=1, align=1, min_gap=0, max_interval=1, n_evidence=1)
@@ -68,6 +76,15 @@ class SFIConfig:
                 raise ValueError(
                     f"steps has {min(unknown)!r}; selector {self.selector} has {', '.join(known) or 'none'}"
                 )
+        if not isinstance(self.exact, bool):
+            raise ValueError(f"exact = {self.exact!r}; allowed are True and False")
+        cost = self.draft_cost
+        if cost is not None and (type(cost) not in (int, float) or not 0 <= cost < math.inf):
+            raise ValueError(f"draft_cost = {cost!r}; allowed is a number of dense steps, 0 or more, or none")
+        if self.exact and self.policy not in ("sentence", "fixed"):
+            raise ValueError(
+                f"exact with policy = {self.policy!r}; allowed are sentence and fixed, which have slow steps"
+            )
         if self.min_gap > self.max_interval:
             raise ValueError(
                 f"min_gap = {self.min_gap}; allowed is at most max_interval = {self.max_interval}"
@@ -97,6 +114,9 @@ class SFIConfig:
             return 0
         most = lambda n: min(n, max_length)  # whatever is asked for, there are no more tokens
         growth = new_tokens if self.policy == "never" else most(self.max_interval)
+        growth += (
+            most(self.max_interval + 1) if self.exact else 0
+        )  # a memory begins with the pass's own tokens
         selected = min(self.budget, self.candidates(max_length))
         slots = most(self.n_sink) + selected + most(self.n_recent) + self.align - 1 + growth
         return -(-slots // self.align) * self.align
@@ -197,14 +217,16 @@ class InLine:
     """When a layer's memory is refreshed: at once, before the next layer computes."""
 
     def __init__(self, layers: int):
-        pass
+        self.buffer = torch.empty(0)
 
     def before(self, layer: int):
         """Called before a layer's memory, past or key norms are touched: its refresh must have ended."""
 
     def room(self, shape: tuple, device) -> torch.Tensor:
         """An fp32 buffer for the scores of the layer at hand."""
-        return torch.empty(shape, device=device)
+        if self.buffer.numel() < math.prod(shape):  # kept: fresh memory comes slowly from 32 MB on
+            self.buffer = torch.empty(shape, device=device)
+        return self.buffer.view(-1)[: math.prod(shape)].view(shape)
 
     def beside(self, layer: int, work: Callable, tensors: tuple):
         """Do work() after what is already under way; `tensors` are those it reads that nobody keeps."""
@@ -237,6 +259,7 @@ class Row:
     memory: int = 0  # tokens in the compact memory; 0: never refreshed, every step is dense
     armed: str = "no"  # trigger: see `advance`
     since: int = 0  # fast steps since the last dense pass (policy window: since the last re-anchoring)
+    drafts: Drafts = field(default_factory=Drafts)  # exact mode: what those steps were fed
 
 
 class Part(NamedTuple):
@@ -249,6 +272,8 @@ class Part(NamedTuple):
     memory: int = -1  # compact-memory slot of the new token; -1: none
     refresh: bool = False  # whether the pass chooses and copies a new memory
     copied: int = 0  # tokens copied from the full cache into the compact memory
+    drafted: int = 0  # tokens of the pass, the last ones, that it checks
+    accepted: int = 0  # how many of them were right; the others are taken back
 
 
 class Engine:
@@ -257,9 +282,9 @@ class Engine:
     max_length counts prompt and new tokens of the longest row.  token_text(id) gives a token's decoded text
     for the sentence trigger.  The engine owns the KV cache; two engines may share a model.
 
-    observe(row, layer, length, slots, scores), if given, sees every refresh, taken at `length` cached tokens:
-    the selected positions (K, N) and the scores of all positions as `attend` gives them (None where the
-    refresh came without a dense pass).
+    observe(row, layer, part, slots, scores), if given, sees every refresh: the row's part in the pass, the
+    selected positions (K, N), and the scores of all positions as `attend` gives them, to be used at once (None
+    where the refresh came without a dense pass).
     """
 
     def __init__(
@@ -284,6 +309,7 @@ class Engine:
         self.past = torch.zeros(shape, dtype=torch.float32, device=model.device)  # see `selector.follow`
         self.schedule = ops.schedule(model.config.num_hidden_layers)
         self.last = None  # what the last pass was given
+        self.weights = model.weight_bytes(model.dtype, batch)[1] / batch  # that a row reads in a step
         # Experts are chosen on the host, so a pass through them cannot be captured.
         self.capture, self.captured = None if model.config.num_experts else ops.capture, None
         self.rows = [Row() for _ in range(batch)]
@@ -319,11 +345,14 @@ class Engine:
             logits, part = self._checked(self._run(b, [piece], [part]))[:, -1], self._finish(row, part)
             progress(len(piece))
         row.armed, row.since = "no", 0
+        row.drafts.clear()
         return logits, part
 
-    def step(self, tokens: list[int | None]):
-        """Feed a token to every row (None: it has ended).  Returns logits (B, V), for `pick`, and what each
-        row did.
+    def step(self, tokens: list[int | None], ending=()):
+        """Feed a token to every row (None: it has ended).  Returns logits and what each row did, for `settle`:
+        logits (B, V), but of a row that checks drafts T rows, one for each token of its pass.
+
+        Exact mode: `ending` are rows whose next token may be the last, which no draft may decide.
         """
         for b, token in enumerate(tokens):
             if token is None:
@@ -333,19 +362,80 @@ class Engine:
                 raise ValueError(
                     f"row {b}'s memory is full; the engine was made for {self.new_tokens} new tokens"
                 )
-        parts = [Part() if token is None else self._plan(b, token) for b, token in enumerate(tokens)]
-        logits = self._run(0, [[token or 0] for token in tokens], parts)[:, -1]
-        return logits, [self._finish(row, part) for row, part in zip(self.rows, parts, strict=True)]
+        parts = [
+            Part() if token is None else self._plan(b, token, b in ending) for b, token in enumerate(tokens)
+        ]
+        together = [Part() if part.drafted else part for part in parts]  # the others get a pass each
+        logits, passes = (
+            [torch.zeros((1, self.model.config.vocab_size), device=self.model.device)] * len(parts),
+            [],
+        )
+        if any(part.reason != "ended" for part in together):
+            fed = [
+                [0 if part.reason == "ended" else token] for token, part in zip(tokens, together, strict=True)
+            ]
+            logits, passes = list(self._run(0, fed, together)), self.last
+        for b, part in enumerate(parts):
+            if part.drafted:
+                fed = self.rows[b].drafts.tokens
+                logits[b], passes = self._run(b, [fed], [part], len(fed))[0], passes + self.last
+        self.last = passes
+        return torch.cat(logits), [
+            self._finish(row, part) for row, part in zip(self.rows, parts, strict=True)
+        ]
 
     def pick(self, logits, sampling=GREEDY) -> list[int]:
         """The next token of every row, from the logits (B, V) of the last pass: the one host read of a step.
         ValueError if they are not finite.
         """
-        tokens = sample(logits, [row.length for row in self.rows], sampling)
-        *tokens, finite = torch.cat([tokens, logits.isfinite().all()[None].long()]).tolist()
+        places = [(b, row.length) for b, row in enumerate(self.rows)]
+        return [token for token, _ in self._read(logits, places, sampling)]
+
+    def settle(self, logits, parts: list[Part], sampling=GREEDY):
+        """What a step came to, from what `step` or `prefill` returned: the token that each row feeds next, the
+        tokens of each row that are now certain, and the parts.  `pick`, but in exact mode what a fast step
+        picks is a draft, and of the drafts that a pass checks the wrong ones are taken back.
+        """
+        rows = list(zip(range(len(parts)), self.rows, parts, strict=True))
+        places = [(b, row.length - i) for b, row, part in rows for i in range(part.drafted, -1, -1)]
+        read = iter(self._read(logits, places, sampling))
+        fed, certain, settled = [], [], []
+        for _, row, part in rows:
+            picked, leads = zip(*islice(read, part.drafted + 1), strict=True)
+            draft = self.cfg.exact and part.reason == "fast"
+            if draft:
+                row.drafts.add(leads[0])
+            if part.drafted:
+                part = part._replace(accepted=self._take_back(row, picked))
+            fed.append(picked[part.accepted])
+            certain.append([] if draft else list(picked[: part.accepted + 1]))
+            settled.append(part)
+        return fed, certain, settled
+
+    def _read(self, logits, places, sampling) -> list[tuple[int, float]]:
+        """The tokens for the (row, position) places, each with its lead: by how many logits it was ahead of the
+        second best (exact mode; else 0).
+        """
+        scores, n = noisy(logits, places, sampling), len(places)
+        leads = torch.zeros(n, device=logits.device)
+        if self.cfg.exact:
+            leads = scores.topk(2).values.diff().neg()[:, 0]
+        read = torch.cat([x.double() for x in (scores.argmax(-1), leads, logits.isfinite().all()[None])])
+        *read, finite = read.tolist()  # the one host read of a step
         if not finite:
             raise ValueError(self._not_finite())
-        return tokens
+        return [(int(token), lead) for token, lead in zip(read[:n], read[n:], strict=True)]
+
+    def _take_back(self, row: Row, picked) -> int:
+        """Cut a row back to the drafts with which the tokens picked by the pass agree; returns how many."""
+        accepted = row.drafts.check(picked)
+        wrong = len(picked) - 1 - accepted
+        row.length, row.memory, row.armed = (
+            row.length - wrong,
+            row.memory - wrong,
+            row.drafts.fed[accepted][1],
+        )
+        return accepted
 
     def force(self, b: int, tokens: list[int]):
         """Feed given tokens to row b, as `step` would one by one, but a run of fast steps in one pass.
@@ -379,16 +469,22 @@ class Engine:
         if (total := self.rows[b].length + n) > self.max_length:
             raise ValueError(f"row {b} would have {total} tokens; the engine was made for {self.max_length}")
 
-    def _plan(self, b: int, token: int) -> Part:
+    def _plan(self, b: int, token: int, ending=False) -> Part:
         """Decide whether the step that feeds `token` to row b is slow, and what it reads."""
         cfg, row = self.cfg, self.rows[b]
         row.armed, fires = advance(row.armed, self.token_text(token))
-        length, reason, copied = row.length + 1, "", 0
+        length, reason, copied, enough = row.length + 1, "", 0, False
+        if cfg.exact:
+            if not row.since:
+                row.drafts.clear()
+            enough = row.drafts.enough(token, row.armed, self._draft_cost(row))
         refreshed_at = length - (cfg.policy == "window")  # which re-anchors before the token is there
         if cfg.policy == "dense":
             reason = "dense"
         elif not row.memory and cfg.candidates(refreshed_at) <= cfg.budget:
             reason = "short"
+        elif enough and not row.since:  # drafts cannot pay
+            reason = "dense"
         elif cfg.policy == "window":
             if not row.memory or row.since >= cfg.max_interval:
                 copied = self._reanchor(b)
@@ -398,8 +494,11 @@ class Engine:
             reason = "sentence"
         elif cfg.policy != "never" and row.since >= cfg.max_interval:
             reason = "interval"
+        elif cfg.exact and (enough or ending):
+            reason = "doubt" if enough else "end"
         if reason:
-            return Part(reason, self.cap, length, length, refresh=reason not in ("dense", "short"))
+            refresh, drafted = reason not in ("dense", "short"), row.since if cfg.exact else 0
+            return Part(reason, self.cap, length, length, refresh=refresh, drafted=drafted)
         return Part("fast", 0, row.memory + 1, length, memory=row.memory, copied=copied)
 
     def _run(self, first: int, tokens, parts: list[Part], n_logits=1):
@@ -415,7 +514,7 @@ class Engine:
         pinned = device.type == "cuda"  # then the host need not wait for the copy
         upload = lambda x: torch.tensor(x, pin_memory=pinned).to(device, non_blocking=True)
         inputs = upload(tokens), upload(plan)
-        self.last = (first, parts, n_logits, *inputs)
+        self.last = [(first, parts, n_logits, *inputs)]
         all_rows = len(parts) == len(self.rows)
         if self.capture and T == 1 and all_rows and not any(p.refresh for p in parts):
             self.schedule.join()
@@ -424,7 +523,7 @@ class Engine:
                 self.captured = self.capture(forward, *inputs)
             return self.captured(*inputs)
         try:
-            return self._forward(*self.last)
+            return self._forward(first, parts, n_logits, *inputs)
         except FloatingPointError:
             raise ValueError(self._not_finite()) from None
 
@@ -476,8 +575,10 @@ class Engine:
 
         hooks = [block.register_forward_hook(look) for block in self.model.model["layers"]]
         try:
-            self._forward(*self.last)
-            found.append("the output head")
+            for each in self.last:
+                passed.clear()
+                if not self._forward(*each).isfinite().all():
+                    found.append("the output head")
         except FloatingPointError:
             found.append(f"the attention of layer {len(passed)}")
         for hook in hooks:
@@ -487,8 +588,10 @@ class Engine:
         return f"{found[0]} gives values that are not finite, in {dtype}; {advice}"
 
     def _high(self, part: Part) -> int:
-        """Where the recent window of a part's new memory starts; -1: it gets none."""
-        return self.cfg.recent_start(part.visible) if part.refresh else -1
+        """Where the recent window of a part's new memory starts; -1: it gets none.  What is not yet checked does
+        not count.
+        """
+        return self.cfg.recent_start(part.visible - part.drafted) if part.refresh else -1
 
     def _refresh(self, rows: slice, layer: int, parts: list[Part], high, length, scores):
         """Choose and copy the memory of a layer for those of the rows that are refreshed; high, length (B',)
@@ -503,7 +606,7 @@ class Engine:
         for i, part in enumerate(parts):
             if self.observe and part.refresh:
                 seen = None if scores is None else scores[i][..., : part.visible]
-                self.observe(rows.start + i, layer, part.visible, slots[i], seen)
+                self.observe(rows.start + i, layer, part, slots[i], seen)
 
     def _reanchor(self, b: int) -> int:
         """Policy window: rebuild sinks and window without a dense pass.  Returns tokens copied."""
@@ -512,7 +615,7 @@ class Engine:
         high, length = torch.tensor([[self._high(parts[0])], [row.length]], device=self.model.device)
         for layer in range(self.model.config.num_hidden_layers):
             self._refresh(rows, layer, parts, high, length, None)
-        row.memory, row.since = self._memory_size(row.length), 0
+        row.memory, row.since = self._memory_size(parts[0]), 0
         return row.memory
 
     def dense_step(self, lengths: list[int]):
@@ -524,8 +627,16 @@ class Engine:
         ]
         self._run(0, [[0]] * len(parts), parts)
 
-    def _memory_size(self, length: int) -> int:
-        return self.cfg.n_sink + self.cfg.budget + length - self.cfg.recent_start(length)
+    def _memory_size(self, part: Part) -> int:
+        return self.cfg.n_sink + self.cfg.budget + part.visible - self._high(part)
+
+    def _draft_cost(self, row: Row) -> float:
+        """f + c of `exact.py`: a fast step, and a further token in a dense pass, as shares of a dense step."""
+        if self.cfg.draft_cost is not None:
+            return self.cfg.draft_cost
+        kv = self.model.config.kv_bytes(self.model.dtype)
+        memory = row.memory or self.cfg.n_sink + self.cfg.budget + self.cfg.n_recent
+        return (self.weights + memory * kv) / (self.weights + row.length * kv) + PASS[self.model.device.type]
 
     def _finish(self, row: Row, part: Part) -> Part:
         """Book a pass into the row's state."""
@@ -535,17 +646,16 @@ class Engine:
         if part.reason == "fast":
             row.memory, row.since = row.memory + 1, row.since + 1
             return part
-        row.since = 0
-        if part.refresh:
-            row.memory = self._memory_size(row.length)
-            part = part._replace(copied=row.memory)
-        return part
+        row.since, row.memory = 0, self._memory_size(part) if part.refresh else 0
+        return part._replace(copied=row.memory)
 
 
 class Step(NamedTuple):
-    """What one step of the decode loop gave: a token a row (None: it had ended) and what made it."""
+    """What one step of the decode loop gave: the new tokens of each row (none where it has ended, or where exact
+    mode has only drafted; at times several where it has checked) and what made them.
+    """
 
-    tokens: list[int | None]
+    tokens: list[list[int]]
     parts: list[Part]
 
 
@@ -569,40 +679,54 @@ def decode(
     check_lengths(engine.model.config, [len(p) for p in prompts], max_new_tokens)
     filled = [engine.prefill(b, prompt, progress=progress) for b, prompt in enumerate(prompts)]
     logits, parts = torch.cat([logits for logits, _ in filled]), [part for _, part in filled]
-    live = [True] * len(prompts)
-    for made in range(max_new_tokens):
-        picked = engine.pick(logits, sampling)
-        tokens = [token if alive else None for token, alive in zip(picked, live, strict=True)]
-        yield Step(tokens, parts)
-        live = [token is not None and token not in stop_ids for token in tokens]
-        if not any(live) or made + 1 == max_new_tokens:
-            return
-        fed = [token if alive else None for token, alive in zip(tokens, live, strict=True)]
-        logits, parts = engine.step(fed)
+    new, ahead = [0] * len(prompts), [0] * len(prompts)  # tokens made, and drafts beyond them
+    live = [max_new_tokens > 0] * len(prompts)
+    while any(live):
+        fed, made, parts = engine.settle(logits, parts, sampling)
+        for b, tokens in enumerate(made):
+            ahead[b] = 0 if tokens else ahead[b] + 1
+            last = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens))
+            made[b] = tokens[: min(last + 1, max_new_tokens - new[b])] if live[b] else []
+            new[b] += len(made[b])
+            live[b] = live[b] and last == len(tokens) and new[b] < max_new_tokens
+        yield Step(made, parts)
+        ending = [
+            b
+            for b, token in enumerate(fed)
+            if new[b] + ahead[b] + 1 >= max_new_tokens or (ahead[b] and token in stop_ids)
+        ]
+        if any(live):
+            fed = [token if alive else None for token, alive in zip(fed, live, strict=True)]
+            logits, parts = engine.step(fed, ending)
 
 
 @dataclass
 class Tally:
-    """Counts over a run, in row-steps after the prefill (one row-step makes one token of one row)."""
+    """Counts over a run, after the prefill; a row-step is one row's part in a step."""
 
     reasons: Counter = field(default_factory=Counter)  # row-steps by reason, "fast" among them
+    passes: int = 0  # forward passes, each of which reads the weights
     visible: int = 0  # tokens attended to, summed over row-steps
     fast_visible: int = 0  # the same over fast row-steps alone
     fast_dense: int = 0  # what dense decoding would have attended to in those
-    dense: int = 0  # tokens that dense decoding would have attended to
+    dense: int = 0  # tokens that dense decoding would have attended to for the same new tokens
     copied: int = 0  # tokens copied by refreshes, the prefill's included
+    drafted: int = 0  # exact mode: tokens that passes checked
+    accepted: int = 0  # and how many of them were right
 
-    def add(self, parts: list[Part]):
-        """Count one Step's parts."""
-        for part in parts:
-            self.copied += part.copied
-            if part.reason not in ("prefill", "ended"):
-                self.reasons[part.reason] += 1
-                self.visible += part.visible
-                self.dense += part.length
-                if part.reason == "fast":
-                    self.fast_visible += part.visible
-                    self.fast_dense += part.length
+    def add(self, step: Step):
+        """Count one Step."""
+        self.copied += sum(part.copied for part in step.parts)
+        parts = [(tokens, p) for tokens, p in zip(*step, strict=True) if p.reason not in ("prefill", "ended")]
+        self.passes += any(not p.drafted for _, p in parts) + sum(p.drafted > 0 for _, p in parts)
+        for tokens, part in parts:
+            self.reasons[part.reason] += 1
+            self.visible += part.visible
+            self.dense += sum(part.length - part.drafted + i for i in range(len(tokens)))
+            self.drafted, self.accepted = self.drafted + part.drafted, self.accepted + part.accepted
+            if part.reason == "fast":
+                self.fast_visible += part.visible
+                self.fast_dense += part.length
 
     @property
     def fast(self) -> int:

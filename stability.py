@@ -42,8 +42,8 @@ def supports(model, text: Text, ids: list[int], new: int, recent: int, top: int)
     """Per layer, overlap and mass (K, T, T) of the last `new` tokens' queries, earlier by later."""
     cfg, found = SFIConfig(n_evidence=new, n_recent=max(new, recent), n_select=1, n_sink=4), []
 
-    def observe(row, layer, length, slots, scores):
-        p = scores.unflatten(1, (-1, new)).softmax(-1).mean(1)[..., cfg.n_sink : length - new - recent]
+    def observe(row, layer, part, slots, scores):
+        p = scores.unflatten(1, (-1, new)).softmax(-1).mean(1)[..., cfg.n_sink : part.visible - new - recent]
         chosen = torch.zeros_like(p).scatter_(-1, p.topk(top).indices, 1.0)  # (K, T, M)
         held = chosen @ p.transpose(1, 2)  # (K, earlier, later)
         own = held.diagonal(dim1=1, dim2=2)  # (K, T)

@@ -172,7 +172,7 @@ def test_stability_equals_sets_and_loops(tiny_text):
 
     class Spy(real):
         def __init__(self, *args, observe, **kwargs):
-            both = lambda *refresh: (seen.append(refresh), observe(*refresh))
+            both = lambda *refresh: (seen.append((*refresh[:4], refresh[4].clone())), observe(*refresh))
             super().__init__(*args, observe=both, **kwargs)
 
     stability.Engine = Spy
@@ -180,12 +180,12 @@ def test_stability_equals_sets_and_loops(tiny_text):
         found = stability.supports(model, text, ids, new, recent, top)
     finally:
         stability.Engine = real
-    for (overlap, mass), (_, _, length, _, scores) in zip(found, seen[-len(found) :], strict=True):
+    for (overlap, mass), (_, _, part, _, scores) in zip(found, seen[-len(found) :], strict=True):
         p = (
             scores.unflatten(1, (-1, new))
             .double()
             .softmax(-1)
-            .mean(1)[..., 4 : length - new - recent]
+            .mean(1)[..., 4 : part.visible - new - recent]
             .tolist()
         )
         for head in range(2):

@@ -167,13 +167,13 @@ def test_follow_step_by_step():
     p[0, 1, 100] = 0.9
     past = torch.zeros(2, 400)
     past[:, 50] = 1.0
-    chosen = lambda steps, past: top_n(follow(p, past.clone(), steps), 18).tolist()
+    chosen = lambda steps, past: top_n(follow(p.mean(1), p.amax(1), past.clone(), steps), 18).tolist()
     assert chosen((), past) == [[*range(17), 100], list(range(18))]
     assert chosen(("past",), past) == [[*range(16), 50, 100], [*range(17), 50]]
     assert chosen(("heads",), past) == [[*range(17), 100]] * 2
     assert chosen(("followers",), past)[0] == [0, *range(100, 117)]
     assert chosen(FOLLOW, past)[0] == [50, *range(100, 117)] and chosen(FOLLOW, past)[1][-2:] == [50, 100]
-    assert torch.equal(follow(p, torch.zeros(2, 400), ()), p.mean(1))
+    assert torch.equal(follow(p.mean(1), p.amax(1), torch.zeros(2, 400), ()), p.mean(1))
 
 
 @pytest.mark.parametrize("first", [0, 4, 31, 32, 45])

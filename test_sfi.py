@@ -238,7 +238,7 @@ def test_evidence_is_the_true_attention_of_the_step(tiny):
 
     def spy(scores, key_norm, past, high, *rest):
         candidates = slice(SMALL.n_sink, high.item())
-        seen.append((scores[0][..., candidates], key_norm[0, :, candidates]))
+        seen.append((scores[0][..., candidates].clone(), key_norm[0, :, candidates]))
         return select(scores, key_norm, past, high, *rest)
 
     engine = Engine(tiny, SMALL, token_text, max_length=70, new_tokens=5)

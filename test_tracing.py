@@ -17,9 +17,9 @@ def traced(model, cfg, prompts, new, **settings):
     longest = max(map(len, prompts)) + new
     trace, seen = Trace(model.config, cfg, token_text, len(prompts), longest), []
 
-    def observe(*refresh):
-        seen.append(refresh)
-        trace.refreshed(*refresh)
+    def observe(row, layer, part, slots, scores):
+        seen.append((row, layer, part.visible, slots, scores if scores is None else scores.clone()))
+        trace.refreshed(row, layer, part, slots, scores)
 
     sizes = dict(batch=len(prompts), max_length=longest, new_tokens=new)
     engine = Engine(model, cfg, token_text, observe=observe, **sizes)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from model import ModelConfig
-from sfi import SFIConfig, Step
+from sfi import Part, SFIConfig, Step
 
 BINS = 400  # the picture's rows: positions are averaged into at most so many
 
@@ -40,7 +40,7 @@ class Trace:
         self.rows = [Watched() for _ in range(batch)]
         self.fed = [None] * batch
 
-    def refreshed(self, b: int, layer: int, length: int, slots, scores):
+    def refreshed(self, b: int, layer: int, part: Part, slots, scores):
         """The engine's `observe`: compare the new memory of one row and layer with the one it replaces.
 
         overlap: the share of the newly selected positions that the old memory held.  mass: the share of the
@@ -48,7 +48,7 @@ class Trace:
         one, which is what a fast step would have seen.  Means over the KV heads and their queries.
         """
         row, found = self.rows[b], {}
-        high = self.cfg.recent_start(length)
+        length, high = part.visible, self.cfg.recent_start(part.visible - part.drafted)
         new, old = self._mask(slots, high, length), row.slots.get(layer)
         if old is not None:
             before = self._mask(*old, length)
