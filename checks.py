@@ -13,7 +13,7 @@ import psutil
 import torch
 
 import story
-from model import CPU_HAS_BF16, DTYPES, Model, ModelConfig
+from model import CPU_HAS_BF16, DTYPES
 from sfi import REFERENCE, Ops, SFIConfig
 
 
@@ -126,19 +126,6 @@ def triton_problem(device: torch.device, cfg: SFIConfig) -> str | None:
     from selector_kernels import unsupported
 
     return unsupported(cfg)
-
-
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, batch: int) -> tuple[int, int]:
-    """Bytes of all weights, and of those that a step of `batch` tokens reads, at most: of a mixture of
-    experts those in use, of an embedding that is not the head too a few rows.
-    """
-    with torch.device("meta"):
-        sizes = {name: p.numel() * dtype.itemsize for name, p in Model(config).named_parameters()}
-    idle = 0 if config.tie_word_embeddings else sizes["model.embed_tokens.weight"]
-    if config.num_experts:
-        experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        idle += int(experts * (1 - min(batch * config.num_experts_per_tok / config.num_experts, 1)))
-    return sum(sizes.values()), sum(sizes.values()) - idle
 
 
 def check_memory(weights: int, cache: int, device: torch.device):

@@ -29,9 +29,8 @@ from checks import (
     choose_device,
     choose_dtype,
     read_prompts,
-    weight_bytes,
 )
-from model import DTYPES, ModelConfig, load, read_json, with_yarn
+from model import DTYPES, Model, ModelConfig, load, read_json, with_yarn
 from report import DIM, Clock, Screen, counts, paint, report
 from sampling import Sampling
 from sfi import BACKENDS, Engine, SFIConfig, Tally, cache_bytes, check_lengths, decode
@@ -104,8 +103,11 @@ def parser() -> argparse.ArgumentParser:
     add("--dense", help="every step dense, for comparison: --policy dense", **flag)
     for f in fields(SFIConfig):
         kind = dict(type=str, choices=f.metadata["choices"]) if f.metadata["choices"] else number
-        if f.name == "steps":
-            kind = dict(type=lambda text: tuple(filter(None, text.split(","))), metavar="A,B")
+        kind = {
+            "steps": dict(type=lambda text: tuple(filter(None, text.split(","))), metavar="A,B"),
+            "exact": flag,
+            "draft_cost": dict(type=float, metavar="X"),
+        }.get(f.name, kind)
         add("--" + f.name.replace("_", "-"), default=f.default, help=f.metadata["help"], **kind)
 
     add = p.add_argument_group("output").add_argument
@@ -119,8 +121,9 @@ def parser() -> argparse.ArgumentParser:
 def run(args) -> int:
     """Check all that can be checked before the weights load, load, answer; returns the exit code."""
     cfg = SFIConfig(**{f.name: getattr(args, f.name) for f in fields(SFIConfig)})
-    if args.dense and cfg.policy not in ("sentence", "dense"):
-        raise ValueError(f"--dense with --policy {cfg.policy}; give one of the two")
+    if args.dense and (cfg.policy not in ("sentence", "dense") or cfg.exact):
+        other = "--exact" if cfg.exact else f"--policy {cfg.policy}"
+        raise ValueError(f"--dense with {other}; give one of the two")
     cfg = replace(cfg, policy="dense") if args.dense else cfg
     given = {f.name: getattr(args, f.name) for f in fields(Sampling)}
     Sampling(**{name: value for name, value in given.items() if value is not None})
@@ -145,12 +148,14 @@ def run(args) -> int:
     check_lengths(config, [len(prompt) for prompt in ids], args.max_new_tokens)
     longest, new = max(map(len, ids)), args.max_new_tokens
     sizes = dict(batch=len(ids), max_length=longest + new, new_tokens=new)
-    weights, weights_read = weight_bytes(config, dtype, len(ids))
+    with torch.device("meta"):
+        weights, weights_read = Model(config).weight_bytes(dtype, len(ids))
     check_memory(weights, cache_bytes(config, cfg, dtype=dtype, **sizes), device)
     facts = dict(backend=ops.name, device=str(device), dtype=str(dtype).removeprefix("torch."))
     facts |= dict(seed=args.seed, sampling=asdict(sampling), ckpt=args.ckpt, config=asdict(cfg))
     if not args.quiet:
-        how = "{dtype} on {device}, {backend} backend".format(**facts) + f", policy {cfg.policy}, {sampling}"
+        how = "{dtype} on {device}, {backend} backend".format(**facts) + f", policy {cfg.policy}"
+        how += ", exact" * cfg.exact + f", {sampling}"
         line = f"{args.ckpt}: {config.model_type}, {weights / 1e9:.2f} GB, {how}"
         print(paint(line, DIM, sys.stderr), file=sys.stderr)
 
@@ -175,7 +180,7 @@ def answer(args, engine, ids, text, sampling, trace, weights_read: int) -> dict:
     """
     names = args.prompt or [BUILT_IN]
     screen = Screen(names, text, args.max_new_tokens, sys.stdout)
-    clock, tally, passes, full, dense_s = Clock(engine.model.device), Tally(), 0, 0, None
+    clock, tally, full, dense_s = Clock(engine.model.device), Tally(), 0, None
     reason = "length"
     shown = dict(desc="prefill", unit=" tokens", leave=False, disable=args.quiet or None)
     settings = dict(max_new_tokens=args.max_new_tokens, sampling=sampling, stop_ids=text.stop_ids)
@@ -189,38 +194,38 @@ def answer(args, engine, ids, text, sampling, trace, weights_read: int) -> dict:
                 bar.close()
                 began, now = clock.at.get("end", 0.0), clock.mark("end")
                 clock.at.setdefault("first_token", now)
-                tally.add(step.parts)
-                passes += 1
-                if None not in step.tokens:
-                    full = passes  # while all rows run: what a dense step of all rows is compared with
-                    clock.at["full"] = now
+                tally.add(step)
+                if any(step.tokens) and not any(part.reason == "ended" for part in step.parts):
+                    full += sum(map(len, step.tokens)) / len(ids)  # tokens a row, while all rows run, which
+                    clock.at["full"] = now  # is what a dense step of all rows is compared with
                 for record in trace.step(step, now - began) if trace else ():
                     if lines:
                         print(json.dumps(record), file=lines, flush=True)
-                for b, (token, part) in enumerate(zip(step.tokens, step.parts, strict=True)):
-                    if token is not None:
-                        screen.push(b, token, slow=part.refresh and part.reason != "prefill")
+                for b, (tokens, part) in enumerate(zip(step.tokens, step.parts, strict=True)):
+                    for i, token in enumerate(tokens):  # of several, the last is the dense pass's own
+                        own = part.refresh and part.reason != "prefill" and i == part.accepted
+                        screen.push(b, token, slow=own)
         screen.close(reason)
         if tally.fast and not args.quiet:
-            dense_s = dense_seconds(engine, [len(prompt) + full // 2 for prompt in ids])
+            dense_s = dense_seconds(engine, [len(prompt) + int(full / 2) for prompt in ids])
     except KeyboardInterrupt:
         reason = "interrupted"
     except BrokenPipeError:
         reason = "closed"
         close_stdout()
     screen.close(reason)
-    at, steps = clock.at, tally.slow + tally.fast
-    decode_s = at["end"] - at["first_token"] if steps else 0.0
+    at, made = clock.at, sum(screen.new) - len(ids)  # after the prefill
+    decode_s = at["end"] - at["first_token"] if made > 0 else 0.0
     result = {
         "text": [stream.text for stream in screen.streams],
         "prompt_tokens": [len(prompt) for prompt in ids],
         "new_tokens": screen.new,
         "stop_reason": screen.ends,
-        **counts(tally, engine.model, max(passes - 1, 0) * weights_read),
+        **counts(tally, engine.model, weights_read, max(screen.new) - 1),
         "prefill_s": at.get("prefill", 0.0),
         "first_token_s": at.get("first_token"),
         "decode_s": decode_s,
-        "tokens_per_s": steps / decode_s if steps else None,
+        "tokens_per_s": made / decode_s if made > 0 else None,
         "step_ms": 1e3 * (at["full"] - at["first_token"]) / (full - 1) if full > 1 else None,
         "dense_step_ms": 1e3 * dense_s if dense_s else None,
     }

@@ -94,19 +94,24 @@ class Clock:
         return self.at[name]
 
 
-def counts(tally: Tally, model: Model, weights: int) -> dict:
-    """What the steps after the prefill did and read, in bytes; `weights` bytes of them were weights."""
+def counts(tally: Tally, model: Model, weights: int, dense_steps: int) -> dict:
+    """What the steps after the prefill did and read, in bytes: `weights` of them weights in every pass.
+    Dense decoding would have made dense_steps steps.
+    """
     token = model.config.kv_bytes(model.dtype)
     steps, read, dense = tally.slow + tally.fast, (tally.visible + tally.copied) * token, tally.dense * token
+    weights_dense, weights = max(dense_steps, 0) * weights, tally.passes * weights
     return {
         "slow_steps": tally.slow,
         "fast_steps": tally.fast,
         "slow_reasons": {reason: tally.reasons[reason] for reason in SLOW_REASONS},
+        "drafted": tally.drafted,
+        "accepted": tally.accepted,
         "visible_tokens": tally.visible / steps if steps else None,
         "kv_bytes_read": read,
         "kv_bytes_dense": dense,
         "weight_bytes_read": weights,
-        "byte_speedup": (weights + dense) / (weights + read) if steps else None,
+        "byte_speedup": (weights_dense + dense) / (weights + read) if steps else None,
     }
 
 
@@ -118,8 +123,8 @@ def report(r: dict, tally: Tally, cfg: SFIConfig, names: list[str]) -> str:
         ended = f"ended by {ENDS[r['stop_reason'][i]]}"
         lines.append(f"{head}{r['prompt_tokens'][i]:,} prompt tokens, {r['new_tokens'][i]:,} new, {ended}")
     times = f"prefill {r['prefill_s']:.1f} s"
-    steps, fast = r["slow_steps"] + r["fast_steps"], r["fast_steps"]
-    if not steps:
+    fast = r["fast_steps"]
+    if not r["tokens_per_s"]:
         return "\n".join([*lines, times])
     slow = ", ".join(f"{n} {reason}" for reason, n in r["slow_reasons"].items() if n)
     n_slow = f"{r['slow_steps']} slow"
@@ -128,6 +133,13 @@ def report(r: dict, tally: Tally, cfg: SFIConfig, names: list[str]) -> str:
     if fast:
         visible, dense = tally.fast_visible / fast, tally.fast_dense / fast
         lines[-1] += f"; a fast step reads {visible:,.0f} tokens of {dense:,.0f}, {visible / dense:.0%}"
+    if r["drafted"]:
+        right, per_pass = (
+            f"{r['accepted']} of {r['drafted']} drafts right",
+            (r["accepted"] + r["slow_steps"]) / r["slow_steps"],
+        )
+        share = r["accepted"] / r["drafted"]
+        lines.append(f"exact: {right}, {share:.0%}; {per_pass:.1f} tokens a dense pass")
     read, dense = r["kv_bytes_read"], r["kv_bytes_dense"]
     lines.append(
         f"KV cache read: {read / 1e9:.2f} GB, {read / dense:.0%} of dense decoding's {dense / 1e9:.2f} GB"
@@ -135,7 +147,8 @@ def report(r: dict, tally: Tally, cfg: SFIConfig, names: list[str]) -> str:
     lines.append(f"{times}, decode {r['decode_s']:.1f} s, {r['tokens_per_s']:.1f} tokens/s")
     if r["dense_step_ms"] and r["step_ms"]:
         ours, dense = r["step_ms"], r["dense_step_ms"]
-        lines[-1] += f"; a step takes {ours:.0f} ms, a dense one {dense:.0f} ms: about {dense / ours:.1f}x"
+        unit = "token" if cfg.exact else "step"
+        lines[-1] += f"; a {unit} takes {ours:.0f} ms, a dense one {dense:.0f} ms: about {dense / ours:.1f}x"
         lines[-1] += f" ({r['byte_speedup']:.2f}x by bytes)"
     if verdict := cannot_pay(r, cfg):
         lines.append(verdict)
@@ -150,6 +163,9 @@ def cannot_pay(r: dict, cfg: SFIConfig) -> str | None:
         return f"everything fits into the memory of {memory:,} tokens: equal to dense decoding, no gain"
     if cfg.policy == "dense" or r["byte_speedup"] >= 1.1:
         return None
+    if cfg.exact:
+        did = f"{r['accepted']} of {r['drafted']} drafts were right" if fast else "drafts would cost too much"
+        return f"exact mode cannot pay here: {did}; it gains from longer prompts and a larger --n-select"
     if fast < 2 * r["slow_steps"] or fast < cfg.min_gap:
         few = f"{fast} of {steps} steps were fast, which does not repay choosing the memory"
         return f"SFI cannot pay here: {few}; it gains from longer answers"

@@ -96,8 +96,8 @@ def noise(seed: int, row: int, position: int, size: int) -> torch.Tensor:
 
 
 def noisy(logits, places: list[tuple[int, int]], s: Sampling) -> torch.Tensor:
-    """(n, V) whose largest entries are the tokens drawn from finite logits (n, V), each for the (row, position)
-    where its token is to stand; unit: logits.
+    """(n, V) whose largest entries are the tokens drawn from finite logits (n, V), each for the (row,
+    position) where its token is to stand; unit: logits.
     """
     if s.temperature == 0:
         return logits
@@ -105,8 +105,3 @@ def noisy(logits, places: list[tuple[int, int]], s: Sampling) -> torch.Tensor:
     summed = logits + s.temperature * drawn.to(logits.device)
     all_kept = s.top_k == 0 and s.top_p == 1 and s.min_p == 0
     return summed if all_kept else summed.masked_fill(~kept(logits, s), -torch.inf)
-
-
-def sample(logits, places: list[tuple[int, int]], s: Sampling) -> torch.Tensor:
-    """The tokens drawn, (n,) int64; see `noisy`."""
-    return noisy(logits, places, s).argmax(-1)

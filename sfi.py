@@ -8,10 +8,9 @@ cache stays, so a later slow step can bring any token back.
 
 Dense decoding, prompt chunks and slow steps are one operation, a dense pass; a fast step is the same forward
 pass reading other slots.  In exact mode the fast steps since the last dense pass are drafts, and the next one
-feeds all their tokens again and says which are right (`exact.py`).  The leaf operations (`append`, `attend`, `select`, `rebuild`) come as one `Ops` and
-may be replaced by faster twins. Letters: see `model.py`.  Positions are absolute.  Read before: `model.py`,
-`selector.py`, `sampling.py`; after: `generate.py`.
-"""
+feeds all their tokens again and says which are right (`exact.py`).  The leaf operations (`append`, `attend`,
+`select`, `rebuild`) come as one `Ops` and may be replaced by faster twins. Letters: see `model.py`.
+Positions are absolute.  Read before: `model.py`, `selector.py`, `sampling.py`; after: `generate.py`."""
 
 import math
 import re
@@ -79,6 +78,8 @@ class SFIConfig:
         if not isinstance(self.exact, bool):
             raise ValueError(f"exact = {self.exact!r}; allowed are True and False")
         cost = self.draft_cost
+        if cost is not None and not self.exact:
+            raise ValueError(f"draft_cost = {cost!r} without exact; give both, or none")
         if cost is not None and (type(cost) not in (int, float) or not 0 <= cost < math.inf):
             raise ValueError(f"draft_cost = {cost!r}; allowed is a number of dense steps, 0 or more, or none")
         if self.exact and self.policy not in ("sentence", "fixed"):
@@ -283,9 +284,8 @@ class Engine:
     for the sentence trigger.  The engine owns the KV cache; two engines may share a model.
 
     observe(row, layer, part, slots, scores), if given, sees every refresh: the row's part in the pass, the
-    selected positions (K, N), and the scores of all positions as `attend` gives them, to be used at once (None
-    where the refresh came without a dense pass).
-    """
+    selected positions (K, N), and the scores of all positions as `attend` gives them, to be used at once
+    (None where the refresh came without a dense pass)."""
 
     def __init__(
         self,
@@ -349,8 +349,8 @@ class Engine:
         return logits, part
 
     def step(self, tokens: list[int | None], ending=()):
-        """Feed a token to every row (None: it has ended).  Returns logits and what each row did, for `settle`:
-        logits (B, V), but of a row that checks drafts T rows, one for each token of its pass.
+        """Feed a token to every row (None: it has ended).  Returns logits and what each row did, for
+        `settle`: logits (B, V), but of a row that checks drafts T rows, one for each token of its pass.
 
         Exact mode: `ending` are rows whose next token may be the last, which no draft may decide.
         """
@@ -392,9 +392,9 @@ class Engine:
         return [token for token, _ in self._read(logits, places, sampling)]
 
     def settle(self, logits, parts: list[Part], sampling=GREEDY):
-        """What a step came to, from what `step` or `prefill` returned: the token that each row feeds next, the
-        tokens of each row that are now certain, and the parts.  `pick`, but in exact mode what a fast step
-        picks is a draft, and of the drafts that a pass checks the wrong ones are taken back.
+        """What a step came to, from what `step` or `prefill` returned: the token that each row feeds next,
+        the tokens of each row that are now certain, and the parts.  `pick`, but in exact mode what a fast
+        step picks is a draft, and of the drafts that a pass checks the wrong ones are taken back.
         """
         rows = list(zip(range(len(parts)), self.rows, parts, strict=True))
         places = [(b, row.length - i) for b, row, part in rows for i in range(part.drafted, -1, -1)]
@@ -413,8 +413,8 @@ class Engine:
         return fed, certain, settled
 
     def _read(self, logits, places, sampling) -> list[tuple[int, float]]:
-        """The tokens for the (row, position) places, each with its lead: by how many logits it was ahead of the
-        second best (exact mode; else 0).
+        """The tokens for the (row, position) places, each with its lead: by how many logits it was ahead of
+        the second best (exact mode; else 0).
         """
         scores, n = noisy(logits, places, sampling), len(places)
         leads = torch.zeros(n, device=logits.device)
@@ -442,6 +442,8 @@ class Engine:
 
         Yields (logits (n, V), n parts), pass by pass.
         """
+        if self.cfg.exact:
+            raise ValueError("force feeds given tokens, which exact mode would check; use step and settle")
         row, run = self.rows[b], []  # tokens and parts that wait for their pass
         self._check_room(b, len(tokens))
 
@@ -588,8 +590,8 @@ class Engine:
         return f"{found[0]} gives values that are not finite, in {dtype}; {advice}"
 
     def _high(self, part: Part) -> int:
-        """Where the recent window of a part's new memory starts; -1: it gets none.  What is not yet checked does
-        not count.
+        """Where the recent window of a part's new memory starts; -1: it gets none.  What is not yet checked
+        does not count.
         """
         return self.cfg.recent_start(part.visible - part.drafted) if part.refresh else -1
 
@@ -631,7 +633,7 @@ class Engine:
         return self.cfg.n_sink + self.cfg.budget + part.visible - self._high(part)
 
     def _draft_cost(self, row: Row) -> float:
-        """f + c of `exact.py`: a fast step, and a further token in a dense pass, as shares of a dense step."""
+        """f + c of `exact.py`: a fast step, and a further token in a dense pass, in dense steps."""
         if self.cfg.draft_cost is not None:
             return self.cfg.draft_cost
         kv = self.model.config.kv_bytes(self.model.dtype)
@@ -651,12 +653,13 @@ class Engine:
 
 
 class Step(NamedTuple):
-    """What one step of the decode loop gave: the new tokens of each row (none where it has ended, or where exact
-    mode has only drafted; at times several where it has checked) and what made them.
+    """What one step of the decode loop gave: the new tokens of each row (none where it has ended, or where
+    exact mode has only drafted; at times several where it has checked) and what made them.
     """
 
     tokens: list[list[int]]
     parts: list[Part]
+    fed: list[int]  # what each row is fed next, if it has not ended
 
 
 def decode(
@@ -689,7 +692,7 @@ def decode(
             made[b] = tokens[: min(last + 1, max_new_tokens - new[b])] if live[b] else []
             new[b] += len(made[b])
             live[b] = live[b] and last == len(tokens) and new[b] < max_new_tokens
-        yield Step(made, parts)
+        yield Step(made, parts, fed)
         ending = [
             b
             for b, token in enumerate(fed)
@@ -717,7 +720,11 @@ class Tally:
     def add(self, step: Step):
         """Count one Step."""
         self.copied += sum(part.copied for part in step.parts)
-        parts = [(tokens, p) for tokens, p in zip(*step, strict=True) if p.reason not in ("prefill", "ended")]
+        parts = [
+            (tokens, p)
+            for tokens, p in zip(step.tokens, step.parts, strict=True)
+            if p.reason not in ("prefill", "ended")
+        ]
         self.passes += any(not p.drafted for _, p in parts) + sum(p.drafted > 0 for _, p in parts)
         for tokens, part in parts:
             self.reasons[part.reason] += 1

@@ -41,7 +41,7 @@ KEYS |= {
     "device",
     "dtype",
 }
-KEYS |= {"seed", "sampling", "ckpt", "config"}
+KEYS |= {"drafted", "accepted", "seed", "sampling", "ckpt", "config"}
 
 
 def test_json_line_and_report(capsys, folder, prompt_file):
@@ -188,15 +188,15 @@ def test_ctrl_c_ends_with_the_report_of_what_was_done(folder, prompt_file):
 @pytest.mark.parametrize("after", [0, 1, 6])
 def test_ctrl_c_at_any_place(capsys, folder, prompt_file, tmp_path, monkeypatch, after):
     """In the prefill, before the second token, and later; the trace and the picture stay."""
-    real, calls = sfi.sample, []
+    real, calls = sfi.noisy, []
 
-    def sample(*args):
+    def noisy(*args):
         calls.append(1)
         if len(calls) > after:
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(sfi, "sample", sample)
+    monkeypatch.setattr(sfi, "noisy", noisy)
     files = ["--trace", tmp_path / "steps.jsonl", "--plot", tmp_path / "memory.png"]
     out, err, code = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *files, *SMALL)
     r = json.loads(out.splitlines()[-1])
@@ -213,7 +213,8 @@ def test_every_end_token_of_three_files_ends_and_is_not_printed(capsys, damaged,
     edit_config(folder, eos_token_id=3)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5]}))
     tokens = iter([65, 66, stop, 67])
-    monkeypatch.setattr(sfi, "sample", lambda *args: torch.tensor([next(tokens)]))
+    scores = lambda logits, *_: torch.eye(logits.shape[-1])[[next(tokens)]]
+    monkeypatch.setattr(sfi, "noisy", scores)
     out, err, _ = run(capsys, *argv, "--max-new-tokens", 10, "--json")
     r = json.loads(out.splitlines()[-1])
     letters = Text(folder).tokenizer.decode([65, 66])

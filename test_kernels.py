@@ -200,6 +200,18 @@ def test_whole_decode(small, name):
         assert any("fast" in reasons and len(set(reasons)) == 2 for _, reasons in want[2:6])
 
 
+def test_exact_mode(small):
+    """Rows that check their drafts on their own: the same tokens and the same drafts."""
+    cfg = replace(
+        CONFIGS["sentence-follow"], n_select=5, n_recent=5, max_interval=3, exact=True, draft_cost=0.0
+    )
+    prompts, ops = [prompt(12), prompt(16, 1)], kernels.triton_ops(DEVICE == "cuda")
+    want = decoded(small, cfg, sfi.REFERENCE, prompts, 9)
+    assert decoded(small, cfg, ops, prompts, 9) == want
+    assert any(len(tokens) > 1 for made, _ in want for tokens in made)
+    assert any([] in made and any(made) for made, _ in want), "one row checks while the other drafts"
+
+
 def test_forced_tokens(small):
     """Several tokens a pass, over the full cache and over the memory."""
     ops, logits = kernels.triton_ops(DEVICE == "cuda"), []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from sampling import GREEDY, Sampling, kept, noise, sample
+from sampling import GREEDY, Sampling, kept, noise, noisy
 
 
 def keeps(p, **settings):
@@ -55,7 +55,7 @@ def test_filters_equal_transformers():
 
 def test_only_kept_tokens_are_drawn_and_in_proportion():
     logits, s = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).log(), Sampling(temperature=1.0, top_p=0.6, seed=5)
-    drawn = torch.tensor([sample(logits, [i], s)[0] for i in range(5000)])
+    drawn = torch.tensor([noisy(logits, [(0, i)], s)[0].argmax() for i in range(5000)])
     share = torch.bincount(drawn, minlength=4) / 5000
     torch.testing.assert_close(share, torch.tensor([0, 0, 3 / 7, 4 / 7]), atol=0.025, rtol=0)
 
@@ -107,18 +107,18 @@ def test_noise_is_finite():
 
 def test_tiny_temperatures_do_not_overflow():
     for temperature in (1e-6, 1e-38, 1e-300):
-        assert sample(torch.tensor([[1.0, 30.0, 20.0, 50.0]]), [0], Sampling(temperature)).item() == 3
+        assert noisy(torch.tensor([[1.0, 30.0, 20.0, 50.0]]), [(0, 0)], Sampling(temperature)).argmax() == 3
         assert kept(torch.tensor([[1.0, 30.0, 20.0, 50.0]]), Sampling(temperature, top_p=0.9)).sum() == 1
 
 
 def test_greedy_is_the_argmax():
     logits = torch.randn(3, 50)
-    assert torch.equal(sample(logits, [0, 1, 2], GREEDY), logits.argmax(-1))
+    assert torch.equal(noisy(logits, [(0, 0), (1, 1), (2, 2)], GREEDY), logits)
 
 
 def test_sampling_follows_the_softmax():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
-    drawn = torch.tensor([sample(logits, [i], Sampling(0.7, seed=3))[0] for i in range(20000)])
+    drawn = torch.tensor([noisy(logits, [(0, i)], Sampling(0.7, seed=3))[0].argmax() for i in range(20000)])
     share = torch.bincount(drawn, minlength=4) / 20000
     torch.testing.assert_close(share, (logits[0] / 0.7).softmax(0), atol=0.015, rtol=0)
 

@@ -15,6 +15,7 @@ from selector import select, select_row
 from sfi import (
     Engine,
     SFIConfig,
+    Step,
     Tally,
     advance,
     append,
@@ -57,7 +58,7 @@ def run(model, cfg, prompts, new, **kwargs):
     for buffer in (engine.cache.k, engine.cache.v, engine.key_norm):
         buffer.fill_(float("nan"))
     steps = list(decode(engine, prompts, max_new_tokens=new, **kwargs))
-    return [[s.tokens[b] for s in steps if s.tokens[b] is not None] for b in range(len(prompts))], [
+    return [[token for s in steps for token in s.tokens[b]] for b in range(len(prompts))], [
         s.parts for s in steps
     ]
 
@@ -485,9 +486,9 @@ def test_rows_agree_in_logits(tiny):
 def test_counts_bytes_and_ends(tiny):
     tally = Tally()
     tokens, parts = run(tiny, SMALL, [prompt(60)], 30)
-    for step in parts:
-        tally.add(step)
-    assert tally.fast + tally.slow == 29 == len(tokens[0]) - 1
+    for token, some in zip(tokens[0], parts, strict=True):
+        tally.add(Step([[token]], some, [token]))
+    assert tally.fast + tally.slow == tally.passes == 29 == len(tokens[0]) - 1
     assert tally.dense == sum(range(61, 90))
     assert tally.visible == sum(p.visible for (p,) in parts[1:])
     fast = [p for (p,) in parts[1:] if p.reason == "fast"]

@@ -10,7 +10,7 @@ import torch
 import story
 from conftest import transformers_model
 from model import ModelConfig
-from sfi import Engine, SFIConfig, Tally, decode
+from sfi import Engine, SFIConfig, Step, Tally, decode
 from text import Text
 
 DENSE = SFIConfig(policy="dense")
@@ -18,7 +18,7 @@ DENSE = SFIConfig(policy="dense")
 
 def greedy(model, text, ids, new, cfg=DENSE):
     engine = Engine(model, cfg, text.token_text, max_length=len(ids) + new, new_tokens=new)
-    return [step.tokens[0] for step in decode(engine, [ids], max_new_tokens=new)]
+    return [token for step in decode(engine, [ids], max_new_tokens=new) for token in step.tokens[0]]
 
 
 def test_greedy_tokens_equal_transformers(smollm2):
@@ -85,7 +85,7 @@ def test_pass_keys(smollm2):
             out = [logits.argmax().item()]
             while len(out) < 8:
                 logits, parts = engine.step(out[-1:])
-                tally.add(parts)
+                tally.add(Step([out[-1:]], parts, out[-1:]))
                 out.append(logits.argmax().item())
             found[name] += key in text.tokenizer.decode(out).replace(" ", "")
             fast += tally.fast

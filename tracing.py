@@ -75,43 +75,45 @@ class Trace:
     def step(self, step: Step, seconds: float) -> list[dict]:
         """The records of one Step of the decode loop, a row each that has not ended."""
         records = []
-        for b, (token, part) in enumerate(zip(step.tokens, step.parts, strict=True)):
+        for b, (tokens, part) in enumerate(zip(step.tokens, step.parts, strict=True)):
             if part.reason == "ended":
                 continue
             row = self.rows[b]
             kind = part.reason if part.reason in ("prefill", "fast") else "slow"
             mean = {name: round(sum(x) / len(x), 4) for name, x in row.found.items()}
-            records.append(
-                {
-                    "step": self.steps,  # 0 is the prefill
-                    "row": b,
-                    "kind": kind,
-                    "reason": part.reason,
-                    "fed": self.fed[b],  # text of the token that the step read (null: the prompt)
-                    "made": self.token_text(token),
-                    "read": part.visible,  # tokens attended to
-                    "length": part.length,  # tokens that dense decoding would have attended to
-                    "copied": part.copied,  # tokens copied into a new memory
-                    "overlap": mean.get("overlap"),
-                    "mass_before": mean.get("mass_before"),
-                    "mass": mean.get("mass"),
-                    "ms": round(1e3 * seconds, 3),  # the whole step, all rows
-                }
-            )
-            self.fed[b] = records[-1]["made"]
+            record = {
+                "step": self.steps,  # 0 is the prefill
+                "row": b,
+                "kind": kind,
+                "reason": part.reason,
+                "fed": self.fed[b],  # text of the token that the step read (null: the prompt)
+                "made": "".join(map(self.token_text, tokens)),
+                "read": part.visible,  # tokens attended to
+                "length": part.length,  # tokens that dense decoding would have attended to
+                "copied": part.copied,  # tokens copied into a new memory
+                "overlap": mean.get("overlap"),
+                "mass_before": mean.get("mass_before"),
+                "mass": mean.get("mass"),
+                "ms": round(1e3 * seconds, 3),  # the whole step, all rows
+            }
+            if self.cfg.exact:
+                record |= {"drafted": part.drafted, "accepted": part.accepted}
+            records.append(record)
+            self.fed[b] = self.token_text(step.fed[b])
             if part.refresh:
                 row.slow.append((len(row.columns), mean.get("mass_before"), mean.get("mass")))
-            row.columns.append(self._column(row, part))
-            row.length = part.length
+            row.length = part.length - part.drafted + part.accepted
+            row.columns.append(self._column(row))
             row.found = {}
         self.steps += 1
         return records
 
-    def _column(self, row: Watched, part):
+    def _column(self, row: Watched):
         """What the row's memory shows after the step, (bins,); everything, while there is no memory."""
         shown = torch.full((self.max_length,), torch.nan)
-        shown[: part.length] = 1.0
+        shown[: row.length] = 1.0
         if row.held is not None:  # what came after the refresh is shown
+            row.held = row.held[: row.length]  # wrong drafts have been taken back
             shown[: len(row.held)] = row.held
         padding = -self.max_length % self.width
         return F.pad(shown, (0, padding), value=torch.nan).view(-1, self.width).nanmean(1)

@@ -1,0 +1,136 @@
+"""Exact mode on a real model: are its tokens dense decoding's, and how many drafts are right?
+
+    python exactness.py --prompts 40 --out results/exact_float32.json
+
+Prompts of five kinds, 500 to 6,000 tokens, one budget N each in turn, greedy and sampled.  Drafts are taken
+to cost what they do at --draft-cost, since at this model's size, and at these lengths, they would not pay.
+Two texts may part where dense decoding's two best tokens are closer than 1e-3 (in logits, noise included):
+such places are printed, and anything else is an error, exit code 1.  Read before: `exact.py`."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+import checkpoints
+from eval import TAIL, filler, needle
+from generate import Parser
+from model import DTYPES, ModelConfig, load, read_json
+from sampling import GREEDY, Sampling, noisy
+from sfi import Engine, SFIConfig, Tally, decode
+from text import Text
+
+KINDS = ("continuation", "key", "list", "code", "chat")
+DENSE = SFIConfig(policy="dense")
+TIE = 1e-3  # logits
+SOURCES = ("model.py", "sfi.py", "selector.py", "generate.py", "eval.py")
+
+
+def prompt(kind: str, i: int, text: Text) -> list[int]:
+    """Token ids of the i-th prompt, of 500 to 6,000 tokens."""
+    rng = random.Random(f"{kind} {i}")
+    tokens = rng.randrange(500, 6001)
+    if kind == "key":
+        return needle("free", rng, text, tokens)[0]
+    if kind == "code":
+        source = Path(__file__).with_name(rng.choice(SOURCES)).read_text(encoding="utf-8")
+        return text.encode(source)[:tokens]
+    prose = "\n\n".join(filler(rng, text, tokens - 60))
+    if kind == "continuation":
+        return text.encode(prose)
+    ask = {
+        "list": "List fifty things that this text mentions, one a line, each with a short remark.",
+        "chat": "What happens in this text, and who is in it?",
+    }
+    return text.encode(text.chat(f"{prose}\n\n{ask[kind]}"))
+
+
+def decoded(model, text: Text, base: Engine, tail: list[int], cfg: SFIConfig, new: int, sampling: Sampling):
+    """(tokens, Tally) of one decode from a copy of what `base` has cached."""
+    engine, tally, tokens = base.fork(cfg), Tally(), []
+    for step in decode(engine, [tail], max_new_tokens=new, sampling=sampling):
+        tally.add(step)
+        tokens += step.tokens[0]
+    return tokens, tally
+
+
+def parted(model, text: Text, ids: list[int], dense: list[int], exact: list[int], sampling: Sampling):
+    """None where both texts are one; else (where they part, dense decoding's lead there in logits)."""
+    at = next((i for i, (a, b) in enumerate(zip(dense, exact, strict=True)) if a != b), None)
+    if at is None:
+        return None
+    known = ids + dense[:at]
+    engine = Engine(model, DENSE, text.token_text, max_length=len(known), new_tokens=1)
+    scores = noisy(engine.prefill(0, known)[0], [(0, len(known))], sampling)
+    return at, -scores.topk(2).values.diff().item()
+
+
+def main(argv=None):
+    p = Parser("exactness.py", "Exact mode's tokens against dense decoding's, on a real model.")
+    add = p.add_argument
+    add("--ckpt", default="smollm2", help="as for generate.py; trained weights")
+    add("--prompts", type=int, default=40, metavar="N", help="prompts, of five kinds in turn")
+    add("--new", type=int, default=200, metavar="N", help="tokens of each")
+    add("--n-select", type=int, nargs="+", default=[64, 256, 1024], metavar="N", help="budgets, in turn")
+    add("--temperature", type=float, nargs="+", default=[0.0, 0.8], metavar="T", help="0: greedy")
+    add("--draft-cost", type=float, default=0.3, metavar="X", help="as for generate.py")
+    add("--dtype", choices=DTYPES, default="float32", help="of weights and cache")
+    add("--out", type=Path, metavar="FILE.json", help="also write every decode's counts here")
+    args = p.parse_args(argv)
+    try:
+        if args.prompts < 1 or args.new < 2:
+            raise ValueError("allowed are --prompts 1, --new 2 or more")
+        configs = [
+            SFIConfig(exact=True, n_select=n, n_recent=128, draft_cost=args.draft_cost) for n in args.n_select
+        ]
+        samplings = [Sampling(t, seed=1) if t else GREEDY for t in args.temperature]
+        folder = checkpoints.resolve(args.ckpt)
+        config, text = ModelConfig.from_dict(read_json(folder / "config.json")), Text(folder)
+        model = load(folder, config, DTYPES[args.dtype])
+    except (ValueError, OSError) as e:
+        p.error(" ".join(str(e).split()))
+    rows, wrong = [], 0
+    for i in tqdm(range(args.prompts), disable=None):
+        kind, cfg = KINDS[i % len(KINDS)], configs[i % len(configs)]
+        ids = prompt(kind, i, text)
+        base = Engine(model, DENSE, text.token_text, max_length=len(ids) + args.new, new_tokens=args.new)
+        base.prefill(0, ids[:-TAIL])
+        for sampling in samplings:
+            decodes = [decoded(model, text, base, ids[-TAIL:], c, args.new, sampling) for c in (DENSE, cfg)]
+            (dense, _), (exact, tally) = decodes
+            place = parted(model, text, ids, dense, exact, sampling)
+            row = dict(kind=kind, prompt=len(ids), n_select=cfg.n_select, temperature=sampling.temperature)
+            row |= dict(new=len(exact), fast=tally.fast, passes=tally.slow, reasons=dict(tally.reasons))
+            row |= dict(drafted=tally.drafted, accepted=tally.accepted, parted=place)
+            rows.append(row)
+            if place:
+                tie = place[1] < TIE
+                wrong += not tie
+                what = "a tie" if tie else "no tie"
+                print(f"prompt {i} ({kind}): parts at token {place[0]}, lead {place[1]:.1e}: {what}")
+    show(rows)
+    result = dict(ckpt=args.ckpt, dtype=args.dtype, draft_cost=args.draft_cost, new=args.new, rows=rows)
+    if args.out:
+        args.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    print(json.dumps({"decodes": len(rows), "parted": sum(r["parted"] is not None for r in rows)}))
+    sys.exit(wrong > 0 and args.dtype == "float32")
+
+
+def show(rows: list[dict]):
+    """Print the table: a line for every kind, budget and temperature."""
+    heads = ("decodes", "equal", "drafted", "right", "drafts/pass", "tokens/pass")
+    print(f"{'':>16}" + "".join(f"{head:>13}" for head in heads))
+    for key in ("kind", "n_select", "temperature"):
+        for value in dict.fromkeys(r[key] for r in rows):
+            some = [r for r in rows if r[key] == value]
+            total = lambda name, some=some: sum(r[name] for r in some)
+            drafted, accepted, passes = total("drafted"), total("accepted"), total("passes")
+            equal = sum(r["parted"] is None for r in some)
+            line = f"{value!s:>16}{len(some):13}{equal:13}{drafted:13}{accepted / max(drafted, 1):13.1%}"
+            print(line + f"{drafted / passes:13.1f}{(accepted + passes) / passes:13.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Exact mode: dense decoding's tokens, no trace of wrong drafts, and drafts as long as they pay."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+import exactness
+from conftest import SMALL as FLAGS
+from conftest import run as command
+from exact import FIRST, Drafts
+from sampling import GREEDY, Sampling
+from sfi import Engine, SFIConfig, Tally, decode
+from test_sfi import SMALL, prompt, token_text
+
+EXACT = replace(SMALL, exact=True, draft_cost=0.0)
+DENSE = SFIConfig(policy="dense")
+SAMPLED = Sampling(0.8, top_k=30, top_p=0.95, seed=11)
+
+
+def decoded(model, cfg, prompts, new, **settings):
+    """(tokens of every row, steps, engine) of a decode with NaN in every cache slot not yet written."""
+    sizes = dict(batch=len(prompts), max_length=max(map(len, prompts)) + new, new_tokens=new)
+    engine = Engine(model, cfg, token_text, **sizes)
+    for buffer in (engine.cache.k, engine.cache.v, engine.key_norm):
+        buffer.fill_(float("nan"))
+    steps = list(decode(engine, prompts, max_new_tokens=new, **settings))
+    return [[t for s in steps for t in s.tokens[b]] for b in range(len(prompts))], steps, engine
+
+
+def counted(steps):
+    tally = Tally()
+    for step in steps:
+        tally.add(step)
+    return tally
+
+
+def agree(model, prompts, got, want, sampling=GREEDY):
+    """Whether the tokens are equal; they may differ after a place where dense decoding nearly ties."""
+    for b, (mine, dense) in enumerate(zip(got, want, strict=True)):
+        assert len(mine) == len(dense)
+        at = next((i for i, pair in enumerate(zip(mine, dense, strict=True)) if pair[0] != pair[1]), None)
+        if at is None:
+            continue
+        known = prompts[b] + dense[:at]
+        engine = Engine(model, DENSE, token_text, max_length=len(known), new_tokens=1)
+        scores = exactness.noisy(engine.prefill(0, known)[0], [(b, len(known))], sampling)
+        if (lead := -scores.topk(2).values.diff().item()) >= exactness.TIE:
+            return False
+        print(f"row {b} parts at token {at}, lead {lead:.1e}")
+    return True
+
+
+CONFIGS = {
+    "plain": EXACT,
+    "fixed": replace(EXACT, policy="fixed"),
+    "one-draft": replace(EXACT, policy="fixed", max_interval=1, min_gap=0),
+    "longer-than-evidence": replace(EXACT, policy="fixed", max_interval=24),
+    "stops-early": replace(EXACT, draft_cost=0.4),
+    "paper": replace(EXACT, selector="paper"),
+    "nothing-selected": replace(EXACT, n_select=0),
+    "no-sinks-one-query": replace(EXACT, n_sink=0, n_evidence=1),
+}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_are_those_of_dense_decoding(tiny, name, sampling):
+    """Rows of unequal lengths, one of which begins with everything in its memory."""
+    prompts = [prompt(60), prompt(9, 1), prompt(130, 2)]
+    want, _, _ = decoded(tiny, DENSE, prompts, 60, sampling=sampling)
+    got, steps, _ = decoded(tiny, CONFIGS[name], prompts, 60, sampling=sampling)
+    assert agree(tiny, prompts, got, want, sampling)
+    tally = counted(steps)
+    assert 0 < tally.accepted < tally.drafted == tally.fast, "some drafts right, some wrong, none lost"
+    dense = counted(decoded(tiny, DENSE, prompts, 60, sampling=sampling)[1])
+    assert tally.dense == dense.dense and tally.passes > dense.passes / 2
+
+
+def test_rows_are_independent(tiny):
+    """A row in a batch drafts, and is accepted, as alone."""
+    prompts = [prompt(60), prompt(45, 1)]
+    together = decoded(tiny, EXACT, prompts, 40)[1]
+    alone = decoded(tiny, EXACT, prompts[:1], 40)[1]
+    did = lambda steps: [(s.tokens[0], s.parts[0]) for s in steps if s.parts[0].reason != "ended"]
+    assert did(together) == did(alone)
+    lengths = {(s.parts[0].accepted, s.parts[1].accepted) for s in together if s.parts[0].drafted}
+    assert any(a != b for a, b in lengths)
+
+
+@pytest.mark.parametrize("new", [0, 1, 2, 3, 7, 30])
+def test_ends_where_dense_decoding_ends(tiny, new):
+    """At max_new_tokens, and at end tokens: in a draft, and as the pass's own token."""
+    prompts = [prompt(60), prompt(75, 4)]
+    free, _, _ = decoded(tiny, DENSE, prompts, 30)
+    for stop in [set(), *({token} for token in free[0][:12])]:
+        want, _, _ = decoded(tiny, DENSE, prompts, new, stop_ids=stop)
+        got, steps, engine = decoded(tiny, EXACT, prompts, new, stop_ids=stop)
+        assert got == want
+        if steps:
+            assert all(row.length <= engine.max_length for row in engine.rows)
+            assert counted(steps).dense == counted(decoded(tiny, DENSE, prompts, new, stop_ids=stop)[1]).dense
+
+
+def state(engine, length):
+    """What the engine has cached of row 0's first tokens."""
+    cache, cap = engine.cache, engine.cap
+    whole = slice(cap, cap + length)
+    return cache.k[:, 0, :, whole], cache.v[:, 0, :, whole], engine.key_norm[:, 0, :, :length]
+
+
+def test_wrong_drafts_leave_no_trace(tiny):
+    """Drafts that are right up to a random place: accepted just so far, and the caches are those of a fresh
+    prefill of the accepted text; the memory ends with the same tokens as the full cache.
+    """
+    rng, ids, new = random.Random(5), prompt(70), 80
+    (dense,), _, _ = decoded(tiny, DENSE, [ids], new)
+    cfg = replace(EXACT, policy="fixed", max_interval=9)
+    engine = Engine(tiny, cfg, token_text, max_length=len(ids) + new, new_tokens=new)
+    logits, part = engine.prefill(0, ids)
+    (token,), _, _ = engine.settle(logits, [part])
+    done, lengths = 0, set()  # the token to feed is dense[done]
+    while done + 12 < new:
+        m, right = rng.randint(1, 8), rng.randint(0, 8)
+        drafts = dense[done + 1 : done + 1 + min(m, right)]
+        drafts += [(dense[done + 1 + i] + 1) % 97 for i in range(len(drafts), m)]
+        for i, fed in enumerate([token, *drafts]):
+            logits, parts = engine.step([fed], ending=[0] if i == m else [])
+            (token,), (made,), parts = engine.settle(logits, parts)
+            assert (parts[0].reason == "fast") == (i < m) and bool(made) == (i == m)
+        accepted = min(m, right)
+        assert (parts[0].drafted, parts[0].accepted) == (m, accepted)
+        assert made == dense[done + 1 : done + 2 + accepted]
+        done += accepted + 1
+        lengths.add((m, accepted))
+        text = ids + dense[:done]  # dense[done] is not fed yet
+        row, fresh = engine.rows[0], Engine(tiny, DENSE, token_text, max_length=len(text), new_tokens=1)
+        fresh.prefill(0, text)
+        assert row.length == len(text)
+        for mine, want in zip(state(engine, len(text)), state(fresh, len(text)), strict=True):
+            torch.testing.assert_close(mine, want, atol=1e-4, rtol=0)
+        recent = row.memory - 2 - 10  # beyond sinks and selected
+        assert recent >= 8
+        for cache in (engine.cache.k, engine.cache.v):
+            whole = cache[:, 0, :, engine.cap : engine.cap + row.length]
+            assert torch.equal(cache[:, 0, :, 12 : row.memory], whole[:, :, -recent:])
+            assert torch.equal(cache[:, 0, :, :2], whole[:, :, :2])
+    assert len(lengths) > 5
+
+
+def test_the_trigger_forgets_wrong_drafts(tiny):
+    """The state after a pass is that of the accepted text alone."""
+    ids, new = prompt(70), 40
+    (dense,), _, _ = decoded(tiny, DENSE, [ids], new)
+    plain = Engine(tiny, SMALL, token_text, max_length=len(ids) + new, new_tokens=new)
+    engine = Engine(tiny, EXACT, token_text, max_length=len(ids) + new, new_tokens=new)
+    plain.prefill(0, ids)
+    engine.prefill(0, ids)
+    engine.step([dense[0]])
+    engine.rows[0].drafts.add(1.0)
+    enders = [2, 8]  # wrong drafts that end a sentence
+    for i, token in enumerate(enders):
+        logits, parts = engine.step([token], ending=[0] if i == 1 else [])
+        engine.settle(logits, parts)
+    plain.step([dense[0]])
+    assert engine.rows[0].armed == plain.rows[0].armed
+
+
+def test_accepting_always_is_noticed(tiny, monkeypatch):
+    prompts = [prompt(60)]
+    want, _, _ = decoded(tiny, DENSE, prompts, 60)
+    monkeypatch.setattr(Drafts, "check", lambda self, picked: len(picked) - 1)
+    got, steps, _ = decoded(tiny, EXACT, prompts, 60)
+    assert counted(steps).accepted == counted(steps).drafted > 0
+    assert not agree(tiny, prompts, [got[0][:60]], want)
+
+
+def test_nothing_is_drafted_where_it_cannot_pay(tiny):
+    """By bytes at this length, and at a cost of a whole dense step: dense decoding, bit for bit."""
+    prompts = [prompt(60), prompt(80, 1)]
+    want, _, dense = decoded(tiny, DENSE, prompts, 30)
+    for change in (dict(draft_cost=None, n_select=30), dict(draft_cost=1.0)):
+        got, steps, engine = decoded(tiny, replace(EXACT, **change), prompts, 30)
+        assert got == want and not counted(steps).drafted
+        assert {p.reason for s in steps[1:] for p in s.parts} == {"dense"}
+        for b, row in enumerate(engine.rows):
+            whole, other = (e.cache.k[:, b, :, e.cap : e.cap + row.length] for e in (engine, dense))
+            assert torch.equal(whole, other)
+
+
+@pytest.mark.parametrize("cost", [0.08, 0.2, 0.34, 0.6])
+@pytest.mark.parametrize("chance", [0.5, 0.7, 0.9, 0.97])
+def test_draft_length_is_near_the_best(cost, chance):
+    """Drafts all right with one chance: the tokens per cost come near those of the best fixed m."""
+    rng, drafts = random.Random(3), Drafts()
+    made = spent = rounds = 0
+    while rounds < 1500:
+        drafts.clear()
+        while not drafts.enough(7, "no", cost) and len(drafts.fed) < 100:
+            drafts.add(1.5)
+        m = len(drafts.tokens) - 1
+        right = next((i for i in range(m) if rng.random() > chance), m)
+        assert drafts.check([7] * right + [8] * (m + 1 - right)) == right
+        rounds += 1
+        if rounds > 500:
+            made, spent = made + right + 1, spent + 1 + m * cost
+    ratio = lambda m: (1 - chance ** (m + 1)) / (1 - chance) / (1 + m * cost)
+    assert made / spent > 0.93 * max(map(ratio, range(100)))
+
+
+def test_what_is_learnt():
+    """Drafts before the first wrong one were right, it was wrong, and those after it tell nothing."""
+    drafts = Drafts()
+    for token, lead in [(5, 0.1), (6, 0.1), (7, 9.0), (8, 1.2), (9, None)]:
+        drafts.enough(token, "no", 0.1)
+        if lead is not None:
+            drafts.add(lead)
+    assert drafts.check([6, 7, 1, 9, 3]) == 2
+    assert [s - Drafts().seen[i] for i, s in enumerate(drafts.seen)] == [2, 0, 0, 0, 0, 1]
+    assert [r - Drafts().right[i] for i, r in enumerate(drafts.right)] == [2, 0, 0, 0, 0, 0]
+    assert drafts.made == 4 and drafts.spent == pytest.approx(1 + 1 + 4 * 0.1)
+    assert list(FIRST) == sorted(FIRST)
+
+
+def test_command(capsys, folder, prompt_file, tmp_path):
+    """--exact: dense decoding's text, printed as it becomes certain; the drafts in report, JSON and trace."""
+    argv = ["--ckpt", folder, "--prompt", prompt_file, "--json", *FLAGS, "--max-new-tokens", 40]
+    trace = tmp_path / "steps.jsonl"
+    exact = ["--exact", "--draft-cost", 0.0, "--trace", trace, "--plot", tmp_path / "memory.png"]
+    for more in ([], ["--temperature", 0.9, "--seed", 3]):
+        dense = json.loads(command(capsys, *argv, *more, "--dense")[0].splitlines()[-1])
+        out, err, code = command(capsys, *argv, *more, *exact)
+        r = json.loads(out.splitlines()[-1])
+        assert code == 0 and r["text"] == dense["text"] and out.startswith(r["text"][0] + "\n")
+        assert r["kv_bytes_dense"] == dense["kv_bytes_dense"] and r["new_tokens"] == dense["new_tokens"]
+        assert 0 < r["accepted"] <= r["drafted"] == r["fast_steps"]
+        share, per_pass = r["accepted"] / r["drafted"], (r["accepted"] + r["slow_steps"]) / r["slow_steps"]
+        right = f"{r['accepted']} of {r['drafted']} drafts right, {share:.0%}"
+        assert f"exact: {right}; {per_pass:.1f} tokens a dense pass" in err and ", exact, " in err
+        assert "a token takes" in err
+        lines = [json.loads(line) for line in trace.read_text().splitlines()]
+        assert sum(len(line["made"]) for line in lines) == r["new_tokens"][0]  # a token a byte
+        for name in ("drafted", "accepted"):
+            assert sum(line[name] for line in lines) == r[name]
+        assert {line["made"] for line in lines if line["kind"] == "fast"} == {""}
+    err = command(capsys, *argv, "--exact", "--draft-cost", 1)[1]
+    assert "exact mode cannot pay here: drafts would cost too much" in err
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(exact=True, policy="never"), "exact with policy = 'never'; allowed are sentence and fixed"),
+        (dict(exact=True, policy="window"), "exact with policy = 'window'"),
+        (dict(exact=True, policy="dense"), "exact with policy = 'dense'"),
+        (dict(exact=1), "exact = 1; allowed are True and False"),
+        (dict(draft_cost=0.3), "draft_cost = 0.3 without exact"),
+        (dict(exact=True, draft_cost=-1.0), "draft_cost = -1.0; allowed is a number of dense steps"),
+        (dict(exact=True, draft_cost=float("nan")), "draft_cost = nan; allowed"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SFIConfig(**settings)
+
+
+def test_forcing_tokens_is_refused(tiny):
+    engine = Engine(tiny, EXACT, token_text, max_length=80, new_tokens=10)
+    engine.prefill(0, prompt(60))
+    with pytest.raises(ValueError, match="force feeds given tokens, which exact mode would check"):
+        list(engine.force(0, [5]))
