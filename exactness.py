@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 import checkpoints
 from eval import TAIL, filler, needle
+from exact import LEADS, Drafts
 from generate import Parser
 from model import DTYPES, ModelConfig, load, read_json
 from sampling import GREEDY, Sampling, noisy
@@ -47,13 +48,13 @@ def prompt(kind: str, i: int, text: Text) -> list[int]:
     return text.encode(text.chat(f"{prose}\n\n{ask[kind]}"))
 
 
-def decoded(model, text: Text, base: Engine, tail: list[int], cfg: SFIConfig, new: int, sampling: Sampling):
-    """(tokens, Tally) of one decode from a copy of what `base` has cached."""
+def decoded(base: Engine, tail: list[int], cfg: SFIConfig, new: int, sampling: Sampling):
+    """(tokens, Tally, Drafts) of one decode from a copy of what `base` has cached."""
     engine, tally, tokens = base.fork(cfg), Tally(), []
     for step in decode(engine, [tail], max_new_tokens=new, sampling=sampling):
         tally.add(step)
         tokens += step.tokens[0]
-    return tokens, tally
+    return tokens, tally, engine.rows[0].drafts
 
 
 def parted(model, text: Text, ids: list[int], dense: list[int], exact: list[int], sampling: Sampling):
@@ -98,12 +99,21 @@ def main(argv=None):
         base = Engine(model, DENSE, text.token_text, max_length=len(ids) + args.new, new_tokens=args.new)
         base.prefill(0, ids[:-TAIL])
         for sampling in samplings:
-            decodes = [decoded(model, text, base, ids[-TAIL:], c, args.new, sampling) for c in (DENSE, cfg)]
-            (dense, _), (exact, tally) = decodes
+            (dense, *_), (exact, tally, drafts) = [
+                decoded(base, ids[-TAIL:], c, args.new, sampling) for c in (DENSE, cfg)
+            ]
             place = parted(model, text, ids, dense, exact, sampling)
             row = dict(kind=kind, prompt=len(ids), n_select=cfg.n_select, temperature=sampling.temperature)
             row |= dict(new=len(exact), fast=tally.fast, passes=tally.slow, reasons=dict(tally.reasons))
             row |= dict(drafted=tally.drafted, accepted=tally.accepted, parted=place)
+            seen, right = (  # by class of lead, without what was assumed before
+                [
+                    round(have - first)
+                    for have, first in zip(getattr(drafts, name), getattr(Drafts(), name), strict=True)
+                ]
+                for name in ("seen", "right")
+            )
+            row |= dict(seen=seen, right=right)
             rows.append(row)
             if place:
                 tie = place[1] < TIE
@@ -130,6 +140,12 @@ def show(rows: list[dict]):
             equal = sum(r["parted"] is None for r in some)
             line = f"{value!s:>16}{len(some):13}{equal:13}{drafted:13}{accepted / max(drafted, 1):13.1%}"
             print(line + f"{drafted / passes:13.1f}{(accepted + passes) / passes:13.2f}")
+    seen, right = (
+        [sum(counts) for counts in zip(*(r[name] for r in rows), strict=True)] for name in ("seen", "right")
+    )
+    print("right, by lead of the draft in logits:")
+    for low, all_, ok in zip((0, *LEADS), seen, right, strict=True):
+        print(f"{f'from {low}':>16}{ok:13} of {all_}" + f", {ok / max(all_, 1):.1%}")
 
 
 if __name__ == "__main__":
