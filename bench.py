@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import bench_exact
 import checkpoints
 import story
 from checks import check_memory, choose_backend, choose_device, choose_dtype
@@ -110,6 +111,17 @@ def gathering(positions, attend):
     return attend_by_index
 
 
+def filled(engine: Engine, context: int) -> Engine:
+    """The engine, as if `context` random tokens were cached in every row."""
+    for layer in range(len(engine.cache.k)):
+        engine.cache.k[layer].normal_()
+        engine.cache.v[layer].normal_()
+        engine.key_norm[layer] = engine.cache.k[layer, :, :, engine.cap :].float().norm(dim=-1)
+    for row in engine.rows:
+        row.length = context
+    return engine
+
+
 def measure(
     model: Model, cfg: SFIConfig, context: int, batch: int, tokens: list[int], token_text, ops
 ) -> dict:
@@ -118,13 +130,7 @@ def measure(
     """
     device, new = model.device, len(tokens)
     sizes = dict(batch=batch, max_length=context + new, new_tokens=new)
-    engine = Engine(model, cfg, token_text, ops=ops, **sizes)
-    for layer in range(model.config.num_hidden_layers):
-        engine.cache.k[layer].normal_()
-        engine.cache.v[layer].normal_()
-        engine.key_norm[layer] = engine.cache.k[layer, :, :, engine.cap :].float().norm(dim=-1)
-    for row in engine.rows:
-        row.length = context
+    engine = filled(Engine(model, cfg, token_text, ops=ops, **sizes), context)
     n_kv, about = model.config.num_key_value_heads, cfg.n_sink + cfg.n_select + cfg.n_recent
     about += (cfg.align + cfg.max_interval) // 2  # what a fast step sees
     positions = torch.rand(n_kv, context, device=device).topk(about).indices.sort(-1).values + engine.cap
@@ -237,6 +243,51 @@ def draw(result: dict, path: Path):
     figure.savefig(path, dpi=130)
 
 
+def table(args, model: Model, cfg: SFIConfig, device, tokens: list[int], token_text, ops, speed: float):
+    """Print a row for every batch size and context; returns the rows.  speed: bytes a second."""
+    columns = ("dense_ms", "fast_ms", "slow_ms", "gather_ms", "loop_ms_per_token", "mean_interval")
+    columns += ("speedup", "byte_speedup", "weights_gb_s", "attention_gb_s")
+    heads = (
+        "dense",
+        "fast",
+        "slow",
+        "gather",
+        "loop/token",
+        "interval",
+        "speedup",
+        "by bytes",
+        "W GB/s",
+        "KV GB/s",
+    )
+    print(f"{'batch':>6}{'context':>9}" + "".join(f"{head:>11}" for head in heads) + "   (ms)")
+    weights, kv = sum(q.nbytes for q in model.parameters()), model.config.kv_bytes(model.dtype)
+    rows = []
+    for batch in args.batches:
+        for context in args.contexts:
+            cache = cache_bytes(
+                model.config,
+                cfg,
+                batch=batch,
+                max_length=context + args.steps,
+                new_tokens=args.steps,
+                dtype=model.dtype,
+            )
+            try:
+                check_memory(0, cache, device)
+            except ValueError as e:
+                print(f"{batch:6}{context:9}   left out: {str(e).split(';')[0]}")
+                continue
+            r = measure(model, cfg, context, batch, tokens, token_text, ops)
+            r["floor_ms"] = 1e3 * (weights + batch * context * kv) / speed
+            if args.peer and batch == 1 and context <= 32768:
+                r["transformers_ms"] = transformers_ms(model, context)
+            rows.append(r)
+            cells = "".join(f"{r[name]:11.{0 if name.endswith('ms') else 2}f}" for name in columns)
+            peer = f"   transformers {r['transformers_ms']:.0f}" if "transformers_ms" in r else ""
+            print(f"{batch:6}{context:9}{cells}{peer}", flush=True)
+    return rows
+
+
 def main(argv=None):
     p = Parser("bench.py", "What dense, fast and slow steps cost, against what bytes alone allow.")
     add, number = p.add_argument, dict(type=int, metavar="N")
@@ -247,6 +298,9 @@ def main(argv=None):
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
     add("--backend", choices=BACKENDS, default="auto", help="auto: triton on cuda, else reference")
     add("--check", action="store_true", help="kernels, decodes and speed of the optimized path, with a GPU")
+    add("--exact", action="store_true", help="rounds of exact mode, batch 1, by how often drafts are right")
+    add("--measured", type=Path, metavar="FILE.json", help="with --exact: also as exactness.py saw it")
+    add("--rounds", default=12, help="with --exact: of each row", **number)
     add("--peer", action="store_true", help="also time transformers on the same weights, up to 32768 tokens")
     add("--out", type=Path, metavar="FILE", help="also write FILE.json and FILE.png")
     args = p.parse_args(argv)
@@ -262,8 +316,13 @@ def main(argv=None):
             raise ValueError("--check needs a CUDA device; on a CPU the kernels are checked by pytest")
         dtype = choose_dtype(args.dtype, device)
         ops = choose_backend("triton" if args.check else args.backend, device, cfg)
+        if args.exact and (args.check or args.peer or args.batches != p.get_default("batches")):
+            raise ValueError("--exact with --check, --peer or --batches; it times rounds of one row")
+        if (args.measured and not args.exact) or args.rounds < 2:
+            raise ValueError("--measured and --rounds (2 or more) belong to --exact")
+        drawn = bench_exact.chances(args.measured)
         text = None if args.check else Text(checkpoints.resolve("smollm2"))
-    except ValueError as e:
+    except (ValueError, OSError) as e:
         p.error(str(e))
     if args.check:
         import gpu_check
@@ -281,45 +340,11 @@ def main(argv=None):
     print(f"random weights of Qwen3-0.6B's size: {weights / 1e9:.2f} GB, {kv / 1e3:.0f} KB of cache a token")
     floor = f"{1e3 * weights / speed:.0f} ms a step + {1e6 * kv / speed:.1f} ms per 1,000 tokens read"
     print(f"this machine reads {speed / 1e9:.1f} GB/s: at least {floor}")
-    columns = ("dense_ms", "fast_ms", "slow_ms", "gather_ms", "loop_ms_per_token", "mean_interval")
-    columns += ("speedup", "byte_speedup", "weights_gb_s", "attention_gb_s")
-    heads = (
-        "dense",
-        "fast",
-        "slow",
-        "gather",
-        "loop/token",
-        "interval",
-        "speedup",
-        "by bytes",
-        "W GB/s",
-        "KV GB/s",
-    )
-    print(f"{'batch':>6}{'context':>9}" + "".join(f"{head:>11}" for head in heads) + "   (ms)")
-    rows = []
-    for batch in args.batches:
-        for context in args.contexts:
-            cache = cache_bytes(
-                model.config,
-                cfg,
-                batch=batch,
-                max_length=context + args.steps,
-                new_tokens=args.steps,
-                dtype=dtype,
-            )
-            try:
-                check_memory(0, cache, device)
-            except ValueError as e:
-                print(f"{batch:6}{context:9}   left out: {str(e).split(';')[0]}")
-                continue
-            r = measure(model, cfg, context, batch, tokens, text.token_text, ops)
-            r["floor_ms"] = 1e3 * (weights + batch * context * kv) / speed
-            if args.peer and batch == 1 and context <= 32768:
-                r["transformers_ms"] = transformers_ms(model, context)
-            rows.append(r)
-            cells = "".join(f"{r[name]:11.{0 if name.endswith('ms') else 2}f}" for name in columns)
-            peer = f"   transformers {r['transformers_ms']:.0f}" if "transformers_ms" in r else ""
-            print(f"{batch:6}{context:9}{cells}{peer}", flush=True)
+    if args.exact:
+        more = tokens, text.token_text, ops, args.rounds
+        rows = bench_exact.rows(sys.modules[__name__], model, args.contexts, drawn, *more)
+    else:
+        rows = table(args, model, cfg, device, tokens, text.token_text, ops, speed)
     result = {
         "model": "qwen3-0.6b (random weights)",
         "device": str(device),
@@ -334,7 +359,8 @@ def main(argv=None):
     }
     if args.out:
         args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        draw(result, args.out.with_suffix(".png"))
+        if not args.exact:
+            draw(result, args.out.with_suffix(".png"))
     print(json.dumps(result))
 
 

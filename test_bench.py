@@ -1,9 +1,12 @@
 """The benchmark's own parts: what it measures is what it says.  No time is asserted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import bench
+import bench_exact
 from model import attend
 from sfi import REFERENCE, SFIConfig
 from test_sfi import SMALL, token_text
@@ -36,6 +39,24 @@ def test_a_row_of_the_table(tiny):
     )
     want = (weights + 90 * kv) / (weights + ((n - 1) * r["visible"] + 90) * kv / n)
     assert abs(r["byte_speedup"] - want) < 1e-9 and r["attention_gb_s"] > 0
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.7, 1.0])
+def test_rounds_of_exact_mode(tiny, chance):
+    """Drafts are right as often as asked for, and tokens, drafts and bytes are those of the rounds."""
+    cfg = SFIConfig(n_sink=2, n_select=10, n_recent=8, align=4, max_interval=9, min_gap=9, n_evidence=5)
+    cfg = replace(cfg, exact=True, draft_cost=0.05)
+    engine = bench_exact.Drawn(tiny, cfg, token_text, max_length=500, new_tokens=400)
+    drawn = [1.0] * 6, [chance] * 6
+    r = bench_exact.measure(bench, bench.filled(engine, 90), drawn, [1, 3, 4, 6] * 50, 30)
+    m, made = r["drafts_per_pass"], r["tokens_per_pass"]
+    assert made == (1 if chance == 0 else m + 1 if chance == 1 else made) and made <= m + 1
+    assert m == 9 if chance == 1 else m < 9
+    assert r["dense_ms"] > 0 and r["pass_ms"] > 0 and r["speedup"] > 0
+    weights, kv = engine.weights, tiny.config.kv_bytes(tiny.dtype)
+    if chance == 1:  # a fast step sees the sinks, those selected, 8 to 11 recent, the pass's and its own
+        low, high = (made * (weights + 90 * kv) / ((m + 1) * weights + (90 + m * v) * kv) for v in (42, 30))
+        assert low < r["byte_speedup"] < high
 
 
 def test_figure(tmp_path):

@@ -1,0 +1,130 @@
+"""`bench.py --exact`: what a token costs in exact mode, by how often drafts are right, and in dense decoding.
+
+Weights and cache are random, so whether a draft is right is drawn: at one chance for all, or by classes of
+lead as `exactness.py` saw them on a real model.  All else is exact mode's own: the rule that ends a draft,
+fast steps, the pass over all drafts, the refresh.  A dense step is timed in every round.  Read before:
+`bench.py`, `exact.py`."""
+
+import json
+import random
+import statistics
+from pathlib import Path
+
+from tqdm import tqdm
+
+from checks import check_memory
+from exact import FIRST, LEADS
+from sfi import Engine, SFIConfig, cache_bytes
+
+CHANCES = (0.7, 0.8, 0.9, 0.95, 0.99)
+SURE = 1000.0  # drafts that the chances count for, so that the rule knows them
+
+
+def chances(path: Path | None) -> dict[str, tuple[list[float], list[float]]]:
+    """By name: how often a draft is of each class of lead, and the chance that it is right."""
+    found = {f"{a:.2f}": ([1.0] * len(FIRST), [a] * len(FIRST)) for a in CHANCES}
+    if path:
+        try:
+            rows = [
+                row
+                for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
+                if len(row["seen"]) == len(FIRST)
+            ]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{path} is not what exactness.py writes; run it again with --out") from None
+        for n in dict.fromkeys(row["n_select"] for row in rows):
+            some = [row for row in rows if row["n_select"] == n]
+            seen, right = (
+                [sum(c) for c in zip(*(r[k] for r in some), strict=True)] for k in ("seen", "right")
+            )
+            found[f"N = {n}"] = seen, [(r + 1) / (s + 2) for r, s in zip(right, seen, strict=True)]
+    return found
+
+
+class Drawn(Engine):
+    """An engine of one row whose drafts are right by chance; `story` are the tokens it makes."""
+
+    def draw(self, shares: list[float], right: list[float], story: list[int]):
+        self.shares, self.right, self.story, self.rng = shares, right, story, random.Random(0)
+        drafts = self.rows[0].drafts
+        drafts.seen = [SURE * share / sum(shares) + 1 for share in shares]
+        drafts.right = [chance * seen for chance, seen in zip(right, drafts.seen, strict=True)]
+
+    def _read(self, logits, places, sampling):
+        super()._read(logits, places, sampling)
+        drafts, length = self.rows[0].drafts, self.rows[0].length
+        if len(places) > 1:
+            wrong = [self.rng.random() > self.right[i] for i in drafts.classes]
+            picked = [token + bad for token, bad in zip(drafts.tokens[1:], wrong, strict=True)]
+            return [(token, 0.0) for token in [*picked, self.story[length % len(self.story)]]]
+        i = self.rng.choices(range(len(self.shares)), self.shares)[0]
+        return [(self.story[length % len(self.story)], (0.0, *LEADS)[i])]
+
+
+def measure(bench, engine: Drawn, drawn, story: list[int], rounds: int) -> dict:
+    """Time so many rounds of a fresh engine's row, and a dense step in each; milliseconds."""
+    model, context = engine.model, engine.rows[0].length
+    engine.draw(*drawn, story)
+    times, seen, made, token = {"dense": [], "fast": [], "pass": []}, [], 0, story[0]
+    drafted = accepted = 0
+
+    def step():
+        nonlocal token, parts, certain
+        logits, parts = engine.step([token])
+        (token,), (certain,), parts = engine.settle(logits, parts)
+
+    for i in range(rounds + 1):
+        parts, certain, took = None, [], []
+        while not certain:
+            took.append(bench.seconds(step, model.device))
+            seen += [parts[0].visible] if parts[0].reason == "fast" else []
+        dense = bench.seconds(lambda: engine.dense_step([engine.rows[0].length]), model.device)
+        if i == 0:  # warm-up, and the first refresh
+            seen.clear()
+            continue
+        times["dense"].append(dense)
+        times["fast"] += took[:-1]
+        times["pass"].append(took[-1])
+        made += len(certain)
+        drafted, accepted = drafted + parts[0].drafted, accepted + parts[0].accepted
+    total = sum(times["fast"]) + sum(times["pass"])
+    median = {f"{name}_ms": 1e3 * statistics.median(t) if t else None for name, t in times.items()}
+    weights, kv = engine.weights, model.config.kv_bytes(model.dtype)
+    bytes_ = (drafted + rounds) * weights + (sum(seen) + rounds * context) * kv
+    return {
+        "context": context,
+        **median,
+        "drafts_per_pass": drafted / rounds,
+        "tokens_per_pass": made / rounds,
+        "ms_per_token": 1e3 * total / made,
+        "speedup": made * statistics.median(times["dense"]) / total,
+        "byte_speedup": made * (weights + context * kv) / bytes_,
+        "quartiles_ms": {
+            name: [round(1e3 * q, 1) for q in statistics.quantiles(t, n=4)]
+            for name, t in times.items()
+            if len(t) > 1
+        },
+    }
+
+
+def rows(bench, model, contexts, all_drawn: dict, story: list[int], token_text, ops, rounds: int):
+    """Print the table; returns its rows."""
+    columns = ("dense_ms", "fast_ms", "pass_ms", "drafts_per_pass", "tokens_per_pass", "ms_per_token")
+    columns += ("speedup", "byte_speedup")
+    print(f"{'context':>9}{'right':>10}" + "".join(f"{name.replace('_per_', '/'):>15}" for name in columns))
+    made, cfg = [], SFIConfig(exact=True)
+    for context in contexts:
+        new = (rounds + 1) * (cfg.max_interval + 2)
+        sizes = dict(batch=1, max_length=context + new, new_tokens=new)
+        try:
+            check_memory(0, cache_bytes(model.config, cfg, dtype=model.dtype, **sizes), model.device)
+        except ValueError as e:
+            print(f"{context:9}   left out: {str(e).split(';')[0]}")
+            continue
+        for name, drawn in tqdm(all_drawn.items(), leave=False, disable=None):
+            engine = bench.filled(Drawn(model, cfg, token_text, ops=ops, **sizes), context)
+            r = measure(bench, engine, drawn, story, rounds)
+            made.append({"right": name, **r})
+            cells = [f"{'' if r[c] is None else format(r[c], '.2f'):>15}" for c in columns]
+            print(f"{context:9}{name:>10}" + "".join(cells), flush=True)
+    return made
