@@ -15,6 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import checkpoints
+from bench import commit
 from eval import TAIL, filler, needle
 from exact import LEADS, Drafts
 from generate import Parser
@@ -121,7 +122,8 @@ def main(argv=None):
                 what = "a tie" if tie else "no tie"
                 print(f"prompt {i} ({kind}): parts at token {place[0]}, lead {place[1]:.1e}: {what}")
     show(rows)
-    result = dict(ckpt=args.ckpt, dtype=args.dtype, draft_cost=args.draft_cost, new=args.new, rows=rows)
+    result = dict(ckpt=args.ckpt, dtype=args.dtype, draft_cost=args.draft_cost, new=args.new, commit=commit())
+    result["rows"] = rows
     if args.out:
         args.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
     print(json.dumps({"decodes": len(rows), "parted": sum(r["parted"] is not None for r in rows)}))

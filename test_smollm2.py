@@ -5,11 +5,14 @@ These tests fetch SmolLM2 once (93 MB); where that is impossible they are skippe
 
 import random
 
+import pytest
 import torch
 
+import exactness
 import story
 from conftest import transformers_model
 from model import ModelConfig
+from sampling import GREEDY, Sampling
 from sfi import Engine, SFIConfig, Step, Tally, decode
 from text import Text
 
@@ -95,6 +98,24 @@ def test_pass_keys(smollm2):
     assert found["default 256"] == 14
     assert found["default 128"] == 14
     assert found["window"] <= 2
+
+
+@pytest.mark.parametrize("kind, i, n_select", [("continuation", 15, 64), ("list", 22, 256), ("chat", 14, 64)])
+def test_exact_mode_gives_dense_decodings_tokens(smollm2, kind, i, n_select):
+    """Greedy and sampled, of prompts that `exactness.py` runs at full length, 40 of them."""
+    model, text, _ = smollm2
+    ids, new = exactness.prompt(kind, i, text), 80
+    base = Engine(model, DENSE, text.token_text, max_length=len(ids) + new, new_tokens=new)
+    base.prefill(0, ids[: -exactness.TAIL])
+    cfg = SFIConfig(exact=True, n_select=n_select, n_recent=128, draft_cost=0.3)
+    for sampling in (GREEDY, Sampling(0.8, seed=1)):
+        (dense, *_), (exact, tally, _) = [
+            exactness.decoded(base, ids[-exactness.TAIL :], c, new, sampling) for c in (DENSE, cfg)
+        ]
+        place = exactness.parted(model, text, ids, dense, exact, sampling)
+        print(f"{tally.accepted} of {tally.drafted} drafts right, {tally.slow} passes; parts at {place}")
+        assert place is None or place[1] < exactness.TIE
+        assert len(exact) == new and tally.accepted > 30
 
 
 def test_the_folder_is_a_published_ones_twin(smollm2):
