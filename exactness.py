@@ -20,8 +20,9 @@ from eval import TAIL, filler, needle
 from exact import LEADS, Drafts
 from generate import Parser
 from model import DTYPES, ModelConfig, load, read_json
+from report import Tally
 from sampling import GREEDY, Sampling, noisy
-from sfi import Engine, SFIConfig, Tally, decode
+from sfi import Engine, SFIConfig, decode
 from text import Text
 
 KINDS = ("continuation", "key", "list", "code", "chat")

@@ -31,9 +31,9 @@ from checks import (
     read_prompts,
 )
 from model import DTYPES, Model, ModelConfig, load, read_json, with_yarn
-from report import DIM, Clock, Screen, counts, paint, report
+from report import DIM, Clock, Screen, Tally, counts, paint, report
 from sampling import Sampling
-from sfi import BACKENDS, Engine, SFIConfig, Tally, cache_bytes, check_lengths, decode
+from sfi import BACKENDS, Engine, SFIConfig, cache_bytes, check_lengths, decode
 from text import Text
 from tracing import Trace, plot
 

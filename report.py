@@ -1,4 +1,4 @@
-"""What the user of the command sees: the text as it comes, the seconds, and the report at the end.
+"""What the user of the command sees: the text as it comes, the seconds, the counts and the report at the end.
 
 Read before: `sfi.py`; used by `generate.py`.
 """
@@ -6,11 +6,13 @@ Read before: `sfi.py`; used by `generate.py`.
 import os
 import sys
 import time
+from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
 
 from model import Model
-from sfi import SLOW_REASONS, SFIConfig, Tally
+from sfi import SLOW_REASONS, SFIConfig, Step
 from text import Stream
 
 BOLD, DIM, SLOW = "\x1b[1m", "\x1b[2m", "\x1b[36m"
@@ -92,6 +94,47 @@ class Clock:
             torch.cuda.synchronize(self.device)
         self.at[name] = time.perf_counter() - self.began
         return self.at[name]
+
+
+@dataclass
+class Tally:
+    """Counts over a run, after the prefill; a row-step is one row's part in a step."""
+
+    reasons: Counter = field(default_factory=Counter)  # row-steps by reason, "fast" among them
+    passes: int = 0  # forward passes, each of which reads the weights
+    visible: int = 0  # tokens attended to, summed over row-steps
+    fast_visible: int = 0  # the same over fast row-steps alone
+    fast_dense: int = 0  # what dense decoding would have attended to in those
+    dense: int = 0  # tokens that dense decoding would have attended to for the same new tokens
+    copied: int = 0  # tokens copied by refreshes, the prefill's included
+    drafted: int = 0  # exact mode: tokens that passes checked
+    accepted: int = 0  # and how many of them were right
+
+    def add(self, step: Step):
+        """Count one Step."""
+        self.copied += sum(part.copied for part in step.parts)
+        parts = [
+            (tokens, p)
+            for tokens, p in zip(step.tokens, step.parts, strict=True)
+            if p.reason not in ("prefill", "ended")
+        ]
+        self.passes += any(not p.drafted for _, p in parts) + sum(p.drafted > 0 for _, p in parts)
+        for tokens, part in parts:
+            self.reasons[part.reason] += 1
+            self.visible += part.visible
+            self.dense += sum(part.length - part.drafted + i for i in range(len(tokens)))
+            self.drafted, self.accepted = self.drafted + part.drafted, self.accepted + part.accepted
+            if part.reason == "fast":
+                self.fast_visible += part.visible
+                self.fast_dense += part.length
+
+    @property
+    def fast(self) -> int:
+        return self.reasons["fast"]
+
+    @property
+    def slow(self) -> int:
+        return sum(self.reasons[reason] for reason in SLOW_REASONS)
 
 
 def counts(tally: Tally, model: Model, weights: int, dense_steps: int) -> dict:

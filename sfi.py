@@ -14,7 +14,6 @@ Positions are absolute.  Read before: `model.py`, `selector.py`, `sampling.py`; 
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import islice
@@ -366,10 +365,8 @@ class Engine:
             Part() if token is None else self._plan(b, token, b in ending) for b, token in enumerate(tokens)
         ]
         together = [Part() if part.drafted else part for part in parts]  # the others get a pass each
-        logits, passes = (
-            [torch.zeros((1, self.model.config.vocab_size), device=self.model.device)] * len(parts),
-            [],
-        )
+        blank = torch.zeros((1, self.model.config.vocab_size), device=self.model.device)
+        logits, passes = [blank] * len(parts), []
         if any(part.reason != "ended" for part in together):
             fed = [
                 [0 if part.reason == "ended" else token] for token, part in zip(tokens, together, strict=True)
@@ -380,9 +377,8 @@ class Engine:
                 fed = self.rows[b].drafts.tokens
                 logits[b], passes = self._run(b, [fed], [part], len(fed))[0], passes + self.last
         self.last = passes
-        return torch.cat(logits), [
-            self._finish(row, part) for row, part in zip(self.rows, parts, strict=True)
-        ]
+        parts = [self._finish(row, part) for row, part in zip(self.rows, parts, strict=True)]
+        return torch.cat(logits), parts
 
     def pick(self, logits, sampling=GREEDY) -> list[int]:
         """The next token of every row, from the logits (B, V) of the last pass: the one host read of a step.
@@ -396,11 +392,14 @@ class Engine:
         the tokens of each row that are now certain, and the parts.  `pick`, but in exact mode what a fast
         step picks is a draft, and of the drafts that a pass checks the wrong ones are taken back.
         """
-        rows = list(zip(range(len(parts)), self.rows, parts, strict=True))
-        places = [(b, row.length - i) for b, row, part in rows for i in range(part.drafted, -1, -1)]
+        places = [
+            (b, row.length - i)
+            for b, (row, part) in enumerate(zip(self.rows, parts, strict=True))
+            for i in range(part.drafted, -1, -1)
+        ]
         read = iter(self._read(logits, places, sampling))
         fed, certain, settled = [], [], []
-        for _, row, part in rows:
+        for row, part in zip(self.rows, parts, strict=True):
             picked, leads = zip(*islice(read, part.drafted + 1), strict=True)
             draft = self.cfg.exact and part.reason == "fast"
             if draft:
@@ -430,11 +429,8 @@ class Engine:
         """Cut a row back to the drafts with which the tokens picked by the pass agree; returns how many."""
         accepted = row.drafts.check(picked)
         wrong = len(picked) - 1 - accepted
-        row.length, row.memory, row.armed = (
-            row.length - wrong,
-            row.memory - wrong,
-            row.drafts.fed[accepted][1],
-        )
+        row.length, row.memory = row.length - wrong, row.memory - wrong
+        _, row.armed = row.drafts.fed[accepted]
         return accepted
 
     def force(self, b: int, tokens: list[int]):
@@ -701,44 +697,3 @@ def decode(
         if any(live):
             fed = [token if alive else None for token, alive in zip(fed, live, strict=True)]
             logits, parts = engine.step(fed, ending)
-
-
-@dataclass
-class Tally:
-    """Counts over a run, after the prefill; a row-step is one row's part in a step."""
-
-    reasons: Counter = field(default_factory=Counter)  # row-steps by reason, "fast" among them
-    passes: int = 0  # forward passes, each of which reads the weights
-    visible: int = 0  # tokens attended to, summed over row-steps
-    fast_visible: int = 0  # the same over fast row-steps alone
-    fast_dense: int = 0  # what dense decoding would have attended to in those
-    dense: int = 0  # tokens that dense decoding would have attended to for the same new tokens
-    copied: int = 0  # tokens copied by refreshes, the prefill's included
-    drafted: int = 0  # exact mode: tokens that passes checked
-    accepted: int = 0  # and how many of them were right
-
-    def add(self, step: Step):
-        """Count one Step."""
-        self.copied += sum(part.copied for part in step.parts)
-        parts = [
-            (tokens, p)
-            for tokens, p in zip(step.tokens, step.parts, strict=True)
-            if p.reason not in ("prefill", "ended")
-        ]
-        self.passes += any(not p.drafted for _, p in parts) + sum(p.drafted > 0 for _, p in parts)
-        for tokens, part in parts:
-            self.reasons[part.reason] += 1
-            self.visible += part.visible
-            self.dense += sum(part.length - part.drafted + i for i in range(len(tokens)))
-            self.drafted, self.accepted = self.drafted + part.drafted, self.accepted + part.accepted
-            if part.reason == "fast":
-                self.fast_visible += part.visible
-                self.fast_dense += part.length
-
-    @property
-    def fast(self) -> int:
-        return self.reasons["fast"]
-
-    @property
-    def slow(self) -> int:
-        return sum(self.reasons[reason] for reason in SLOW_REASONS)

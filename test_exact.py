@@ -11,8 +11,9 @@ import exactness
 from conftest import SMALL as FLAGS
 from conftest import run as command
 from exact import FIRST, Drafts
+from report import Tally
 from sampling import GREEDY, Sampling
-from sfi import Engine, SFIConfig, Tally, decode
+from sfi import Engine, SFIConfig, decode
 from test_sfi import SMALL, prompt, token_text
 
 EXACT = replace(SMALL, exact=True, draft_cost=0.0)

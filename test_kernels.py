@@ -178,6 +178,9 @@ def small(tmp_path_factory):
     return load_folder(folder)
 
 
+CONFIGS = CONFIGS | {"exact": replace(SMALL, exact=True, draft_cost=0.0)}
+
+
 def engine(tiny, cfg, ops, **sizes):
     return sfi.Engine(copy.deepcopy(tiny).to(DEVICE), cfg, token_text, ops=ops, **sizes)
 
@@ -202,9 +205,7 @@ def test_whole_decode(small, name):
 
 def test_exact_mode(small):
     """Rows that check their drafts on their own: the same tokens and the same drafts."""
-    cfg = replace(
-        CONFIGS["sentence-follow"], n_select=5, n_recent=5, max_interval=3, exact=True, draft_cost=0.0
-    )
+    cfg = replace(CONFIGS["exact"], n_select=5, n_recent=5, max_interval=3)
     prompts, ops = [prompt(12), prompt(16, 1)], kernels.triton_ops(DEVICE == "cuda")
     want = decoded(small, cfg, sfi.REFERENCE, prompts, 9)
     assert decoded(small, cfg, ops, prompts, 9) == want
@@ -295,7 +296,7 @@ class Recorded:
         assert stream is self.side
 
 
-@pytest.mark.parametrize("name", ["sentence-follow", "sentence-paper", "one-by-one", "window"])
+@pytest.mark.parametrize("name", ["sentence-follow", "sentence-paper", "one-by-one", "window", "exact"])
 def test_overlap_changes_no_token(tiny, name):
     """However late the side stream runs."""
     late, prompts = sfi.REFERENCE._replace(schedule=Late), [prompt(40), prompt(61, 1)]
@@ -358,7 +359,7 @@ class Replayed:
         return self.forward(*self.inputs)
 
 
-@pytest.mark.parametrize("name", ["sentence-follow", "window", "never"])
+@pytest.mark.parametrize("name", ["sentence-follow", "window", "never", "exact"])
 def test_captured_steps_depend_on_their_inputs_alone(tiny, name):
     """One capture serves all fast steps, whatever the lengths, and with a row that has ended."""
     Replayed.made, prompts = 0, [prompt(40), prompt(61, 1)]

@@ -10,13 +10,13 @@ import torch
 
 from conftest import BASE, dense_logits
 from model import KVCache, ModelConfig, with_yarn
+from report import Tally
 from sampling import Sampling
 from selector import select, select_row
 from sfi import (
     Engine,
     SFIConfig,
     Step,
-    Tally,
     advance,
     append,
     cache_bytes,

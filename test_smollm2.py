@@ -12,8 +12,9 @@ import exactness
 import story
 from conftest import transformers_model
 from model import ModelConfig
+from report import Tally
 from sampling import GREEDY, Sampling
-from sfi import Engine, SFIConfig, Step, Tally, decode
+from sfi import Engine, SFIConfig, Step, decode
 from text import Text
 
 DENSE = SFIConfig(policy="dense")

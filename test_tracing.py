@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from report import Tally
 from sampling import Sampling
-from sfi import Engine, SFIConfig, Tally, decode
+from sfi import Engine, SFIConfig, decode
 from test_sfi import SMALL, prompt, token_text
 from tracing import BINS, Trace, attention, plot
 
