@@ -113,10 +113,8 @@ class SFIConfig:
         if self.policy == "dense":
             return 0
         most = lambda n: min(n, max_length)  # whatever is asked for, there are no more tokens
-        growth = new_tokens if self.policy == "never" else most(self.max_interval)
-        growth += (
-            most(self.max_interval + 1) if self.exact else 0
-        )  # a memory begins with the pass's own tokens
+        drafts = self.max_interval if self.exact else 0  # that the pass brought, right or wrong
+        growth = new_tokens if self.policy == "never" else most(self.max_interval + drafts)
         selected = min(self.budget, self.candidates(max_length))
         slots = most(self.n_sink) + selected + most(self.n_recent) + self.align - 1 + growth
         return -(-slots // self.align) * self.align

@@ -518,10 +518,11 @@ def test_capacity_is_never_exceeded():
             min_gap=0,
             max_interval=interval,
             n_evidence=n_evidence,
-            policy=rng.choice(["sentence", "fixed", "never", "window"]),
+            policy=(policy := rng.choice(["sentence", "fixed", "never", "window"])),
+            exact=(exact := policy in ("sentence", "fixed") and rng.random() < 0.5),
         )
         length, new = rng.randint(1, 150), rng.randint(1, 60)
-        grown = new if cfg.policy == "never" else interval
+        grown = new if cfg.policy == "never" else interval * (1 + exact)  # an exact pass brings its drafts
         for refreshed in range(length, length + new):
             if cfg.candidates(refreshed) > cfg.budget:
                 recent = refreshed - cfg.recent_start(refreshed)
