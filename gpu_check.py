@@ -119,8 +119,9 @@ def check_kernels(device, sizes: Sizes) -> list[dict]:
         same = [len(set(x) & set(y)) for x, y in zip(want, got, strict=True)]
         missed = 1 - statistics.mean(same) / cfg.n_select
         rows.append({"check": f"select, {name}: share missed", "error": missed, "allowed": 1e-3})
+    n = max(n, far)
     cap = n // 64 + 16
-    K, V = torch.randn(2, 3, h, cap + n, 128, device=device).to(sizes.dtype)
+    K, V = torch.randn(2, 3, h, cap + n, 128, dtype=sizes.dtype, device=device)
     copy = K.clone(), V.clone()
     slots = torch.rand(3, h, n // 2 - 4, device=device).topk(cap // 2).indices.sort(-1).values + 4
     sfi.rebuild(K, V, slots, cap, 4, high, length)
