@@ -151,6 +151,20 @@ def test_wrong_drafts_leave_no_trace(tiny):
     assert len(lengths) > 5
 
 
+def test_evidence_and_candidates(tiny):
+    """The last queries of a pass decide, of tokens that were certain before it."""
+    seen, cfg = [], CONFIGS["longer-than-evidence"]
+    engine = Engine(tiny, cfg, token_text, max_length=140, new_tokens=80)
+    engine.observe = lambda row, layer, part, slots, scores: seen.append((part, slots, scores.shape))
+    for _ in decode(engine, [prompt(60)], max_new_tokens=80):
+        pass
+    seen = [(part, *rest) for part, *rest in seen if part.drafted]
+    assert any(part.drafted < 4 for part, *_ in seen) and any(part.drafted > 9 for part, *_ in seen)
+    for part, slots, shape in seen:
+        assert shape == (3, 5 * min(part.drafted + 1, 5), part.visible)
+        assert slots.max() < cfg.recent_start(part.visible - part.drafted) and slots.min() >= 2
+
+
 def test_the_trigger_forgets_wrong_drafts(tiny):
     """The state after a pass is that of the accepted text alone."""
     ids, new = prompt(70), 40
