@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from checks import check_memory
 from exact import FIRST, LEADS
-from sfi import Engine, SFIConfig, cache_bytes
+from sfi import Engine, Row, SFIConfig, cache_bytes
 
 CHANCES = (0.7, 0.8, 0.9, 0.95, 0.99)
 SURE = 1000.0  # drafts that the chances count for, so that the rule knows them
@@ -62,7 +62,7 @@ class Drawn(Engine):
 
 
 def measure(bench, engine: Drawn, drawn, story: list[int], rounds: int) -> dict:
-    """Time so many rounds of a fresh engine's row, and a dense step in each; milliseconds."""
+    """Time so many rounds of a row that was just filled, and a dense step in each; milliseconds."""
     model, context = engine.model, engine.rows[0].length
     engine.draw(*drawn, story)
     times, seen, made, token = {"dense": [], "fast": [], "pass": []}, [], 0, story[0]
@@ -121,8 +121,10 @@ def rows(bench, model, contexts, all_drawn: dict, story: list[int], token_text, 
         except ValueError as e:
             print(f"{context:9}   left out: {str(e).split(';')[0]}")
             continue
+        engine = bench.filled(Drawn(model, cfg, token_text, ops=ops, **sizes), context)
         for name, drawn in tqdm(all_drawn.items(), leave=False, disable=None):
-            engine = bench.filled(Drawn(model, cfg, token_text, ops=ops, **sizes), context)
+            engine.rows = [Row(length=context)]
+            engine.past.zero_()
             r = measure(bench, engine, drawn, story, rounds)
             made.append({"right": name, **r})
             cells = [f"{'' if r[c] is None else format(r[c], '.2f'):>15}" for c in columns]
