@@ -15,22 +15,22 @@ from pathlib import Path
 from tqdm import tqdm
 
 from checks import check_memory
-from exact import FIRST, LEADS
+from exact import LEADS, SEEN
 from sfi import Engine, Row, SFIConfig, cache_bytes
 
-CHANCES = (0.7, 0.8, 0.9, 0.95, 0.99)
+CHANCES = (0.7, 0.9, 0.95, 0.99)
 SURE = 1000.0  # drafts that the chances count for, so that the rule knows them
 
 
 def chances(path: Path | None) -> dict[str, tuple[list[float], list[float]]]:
     """By name: how often a draft is of each class of lead, and the chance that it is right."""
-    found = {f"{a:.2f}": ([1.0] * len(FIRST), [a] * len(FIRST)) for a in CHANCES}
+    found = {f"{a:.2f}": ([1.0] * len(SEEN), [a] * len(SEEN)) for a in CHANCES}
     if path:
         try:
             rows = [
                 row
                 for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
-                if len(row["seen"]) == len(FIRST)
+                if len(row["seen"]) == len(SEEN)
             ]
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{path} is not what exactness.py writes; run it again with --out") from None

@@ -9,24 +9,28 @@ decoding (arXiv 2211.17192) in which the model drafts for itself; SparseSpec (25
 (2602.07223) also select from the checking pass.  This file decides how long to draft; the rest is in
 `sfi.Engine`.
 
-How long.  With a dense step as the unit, let a fast step cost f and every further token of a pass c.  A round
-of m drafts, each right with chance a if those before are, costs 1 + m (f + c) and makes 1 + a + .. + a^m = (1
-- a^(m+1)) / (1 - a) tokens.  The best m maximises the ratio r of the two, and there one more draft would add
-no more than it costs: a^(m+1) <= r (f + c).  Chances differ from place to place, and the drafts know: a token
-that was far ahead of the second best is rarely wrong.  So a row drafts on while
+How long.  With a dense step as the unit, let a fast step cost f, a pass of one token that also selects b, and
+every further token of it c.  A round of m drafts, each right with chance a if those before are, costs b + m
+(f + c) and makes 1 + a + .. + a^m = (1 - a^(m+1)) / (1 - a) tokens.  The best m maximises the ratio r of
+tokens to cost, and there one more draft adds no more than it costs: a^(m+1) <= r (f + c).  No m with r > 1:
+dense steps are cheaper.  Chances differ from place to place, and the drafts know: a token that was far ahead
+of the second best is rarely wrong.  So a row drafts on while
 
     P(all drafts so far are right) * (mean chance of a draft)  >  r * (f + c),
 
 with chances and r from what has been seen of this row.  Bytes give f, whatever the machine, so that the same
-run drafts the same lengths; c is measured.  Read before: `sfi.py`.
+run drafts the same lengths; b and c are measured.  Read before: `sfi.py`.
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 LEADS = (0.25, 0.5, 1.0, 2.0, 4.0)  # logits between best and second best: the bounds of six classes
-FIRST = (0.55, 0.75, 0.8, 0.9, 0.98, 0.995)  # chance of a class before anything was seen
-WEIGHT = 4  # drafts that FIRST counts for
-PASS = {"cpu": 0.17, "cuda": 0.01}  # c: on a CPU measured (RESULTS.md), on a GPU an estimate
+# Drafts of each class, and how many of them were right, before any are seen: SmolLM2's, see RESULTS.md.
+SEEN = (2.0, 1.7, 2.8, 3.9, 5.1, 8.5)
+RIGHT = tuple(n * chance for n, chance in zip(SEEN, (0.73, 0.88, 0.94, 0.97, 0.995, 0.999), strict=True))
+PASS = {"cpu": 1.3, "cuda": 1.05}  # b: on a CPU measured, on a GPU an estimate
+FURTHER = {"cpu": 0.17, "cuda": 0.01}  # c, likewise
 
 
 @dataclass
@@ -36,9 +40,10 @@ class Drafts:
     fed: list = field(default_factory=list)  # (token, trigger state after it): a certain token, then drafts
     classes: list = field(default_factory=list)  # of the drafts, by lead
     chance: float = 1.0  # that all drafts are right
+    base: float = 1.0  # b
     cost: float = 1.0  # of one more draft, f + c
-    right: list = field(default_factory=lambda: [WEIGHT * chance for chance in FIRST])  # per class
-    seen: list = field(default_factory=lambda: [float(WEIGHT) for _ in FIRST])
+    right: list = field(default_factory=lambda: list(RIGHT))  # per class
+    seen: list = field(default_factory=lambda: list(SEEN))
     made: float = 1.0  # tokens, and dense steps' worth of time: r is their ratio
     spent: float = 1.0
 
@@ -51,16 +56,18 @@ class Drafts:
         self.classes.append(i)
         self.chance *= self.right[i] / self.seen[i]
 
-    def enough(self, token: int, armed: str, draft_cost: float) -> bool:
+    def enough(self, token: int, armed: str, base: float, cost: float) -> bool:
         """Take in a token that is fed next, `armed` the trigger's state after it, and decide whether its pass
-        must be dense, rather than a fast step that drafts another token at f + c = draft_cost.  Nothing
+        must be dense, rather than a fast step that drafts another token; base is b, cost f + c.  Nothing
         drafted yet: whether drafts cannot pay.
         """
         self.fed.append((token, armed))
-        self.cost = draft_cost
+        self.base, self.cost = base, cost
         mean = sum(self.right) / sum(self.seen)
-        rate = max(self.made / self.spent, 1.0) if self.classes else 1.0
-        return self.chance * mean <= rate * draft_cost
+        if not self.classes:
+            made = accumulate(mean**m for m in range(65))  # by a round of m = 0, 1, .. drafts
+            return all(tokens <= base + m * cost for m, tokens in enumerate(made))
+        return self.chance * mean <= max(self.made / self.spent, 1.0) * cost
 
     @property
     def tokens(self) -> list[int]:
@@ -78,5 +85,5 @@ class Drafts:
         for i in self.classes[:accepted]:
             self.right[i] += 1
         self.made += accepted + 1
-        self.spent += 1 + len(drafts) * self.cost
+        self.spent += self.base + len(drafts) * self.cost
         return accepted

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from exact import PASS, Drafts
+from exact import FURTHER, PASS, Drafts
 from model import KVCache, Model, ModelConfig, attend, yarn_for
 from sampling import GREEDY, noisy
 from selector import FUSIONS, STEPS, select
@@ -473,7 +473,7 @@ class Engine:
         if cfg.exact:
             if not row.since:
                 row.drafts.clear()
-            enough = row.drafts.enough(token, row.armed, self._draft_cost(row))
+            enough = row.drafts.enough(token, row.armed, *self._costs(row))
         refreshed_at = length - (cfg.policy == "window")  # which re-anchors before the token is there
         if cfg.policy == "dense":
             reason = "dense"
@@ -626,13 +626,18 @@ class Engine:
     def _memory_size(self, part: Part) -> int:
         return self.cfg.n_sink + self.cfg.budget + part.visible - self._high(part)
 
-    def _draft_cost(self, row: Row) -> float:
-        """f + c of `exact.py`: a fast step, and a further token in a dense pass, in dense steps."""
-        if self.cfg.draft_cost is not None:
-            return self.cfg.draft_cost
-        kv = self.model.config.kv_bytes(self.model.dtype)
-        memory = row.memory or self.cfg.n_sink + self.cfg.budget + self.cfg.n_recent
-        return (self.weights + memory * kv) / (self.weights + row.length * kv) + PASS[self.model.device.type]
+    def _costs(self, row: Row) -> tuple[float, float]:
+        """b and f + c of `exact.py`: a pass of one token, and a draft with its place in a pass, in dense
+        steps.
+        """
+        kind = self.model.device.type
+        if (cost := self.cfg.draft_cost) is None:
+            kv = self.model.config.kv_bytes(self.model.dtype)
+            memory = row.memory or self.cfg.n_sink + self.cfg.budget + self.cfg.n_recent
+            fast = (self.weights + memory * kv) / (self.weights + row.length * kv)
+            many = row.since >= self.cfg.n_evidence  # then attention and scores are computed apart
+            cost = fast + FURTHER[kind] * (1 + many)
+        return PASS[kind], cost
 
     def _finish(self, row: Row, part: Part) -> Part:
         """Book a pass into the row's state."""

@@ -10,7 +10,7 @@ import torch
 import exactness
 from conftest import SMALL as FLAGS
 from conftest import run as command
-from exact import FIRST, Drafts
+from exact import PASS, RIGHT, SEEN, Drafts
 from report import Tally
 from sampling import GREEDY, Sampling
 from sfi import Engine, SFIConfig, decode
@@ -209,19 +209,19 @@ def test_nothing_is_drafted_where_it_cannot_pay(tiny):
 @pytest.mark.parametrize("chance", [0.5, 0.7, 0.9, 0.97])
 def test_draft_length_is_near_the_best(cost, chance):
     """Drafts all right with one chance: the tokens per cost come near those of the best fixed m."""
-    rng, drafts = random.Random(3), Drafts()
+    rng, drafts, base = random.Random(3), Drafts(), PASS["cpu"]
     made = spent = rounds = 0
     while rounds < 1500:
         drafts.clear()
-        while not drafts.enough(7, "no", cost) and len(drafts.fed) < 100:
+        while not drafts.enough(7, "no", base, cost) and len(drafts.fed) < 100:
             drafts.add(1.5)
         m = len(drafts.tokens) - 1
         right = next((i for i in range(m) if rng.random() > chance), m)
         assert drafts.check([7] * right + [8] * (m + 1 - right)) == right
         rounds += 1
         if rounds > 500:
-            made, spent = made + right + 1, spent + 1 + m * cost
-    ratio = lambda m: (1 - chance ** (m + 1)) / (1 - chance) / (1 + m * cost)
+            made, spent = made + right + 1, spent + (base + m * cost if m else 1)
+    ratio = lambda m: (1 - chance ** (m + 1)) / (1 - chance) / (base + m * cost if m else 1)
     assert made / spent > 0.93 * max(map(ratio, range(100)))
 
 
@@ -229,14 +229,15 @@ def test_what_is_learnt():
     """Drafts before the first wrong one were right, it was wrong, and those after it tell nothing."""
     drafts = Drafts()
     for token, lead in [(5, 0.1), (6, 0.1), (7, 9.0), (8, 1.2), (9, None)]:
-        drafts.enough(token, "no", 0.1)
+        drafts.enough(token, "no", 1.2, 0.1)
         if lead is not None:
             drafts.add(lead)
     assert drafts.check([6, 7, 1, 9, 3]) == 2
     assert [s - Drafts().seen[i] for i, s in enumerate(drafts.seen)] == [2, 0, 0, 0, 0, 1]
     assert [r - Drafts().right[i] for i, r in enumerate(drafts.right)] == [2, 0, 0, 0, 0, 0]
-    assert drafts.made == 4 and drafts.spent == pytest.approx(1 + 1 + 4 * 0.1)
-    assert list(FIRST) == sorted(FIRST)
+    assert drafts.made == 4 and drafts.spent == pytest.approx(1 + 1.2 + 4 * 0.1)
+    chances = [right / seen for right, seen in zip(RIGHT, SEEN, strict=True)]
+    assert chances == sorted(chances) and chances[-1] < 1
 
 
 def test_command(capsys, folder, prompt_file, tmp_path):
