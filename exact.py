@@ -18,9 +18,9 @@ of the second best is rarely wrong.  So a row drafts on while
 
     P(all drafts so far are right) * (mean chance of a draft)  >  r * (f + c),
 
-with chances and r from what has been seen of this row.  Bytes give f, whatever the machine, so that the same
-run drafts the same lengths; b and c are measured.  Read before: `sfi.py`.
-"""
+with chances from what has been seen of this row, and the larger of two r: what its rounds reached, and the
+best that one mean chance would allow.  Bytes give f, whatever the machine, so that the same run drafts the
+same lengths; b and c are measured.  Read before: `sfi.py`."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -64,10 +64,11 @@ class Drafts:
         self.fed.append((token, armed))
         self.base, self.cost = base, cost
         mean = sum(self.right) / sum(self.seen)
+        made = accumulate(mean**m for m in range(65))  # by a round of m = 0, 1, .. drafts
+        best = max(tokens / (base + m * cost) for m, tokens in enumerate(made))
         if not self.classes:
-            made = accumulate(mean**m for m in range(65))  # by a round of m = 0, 1, .. drafts
-            return all(tokens <= base + m * cost for m, tokens in enumerate(made))
-        return self.chance * mean <= max(self.made / self.spent, 1.0) * cost
+            return best <= 1
+        return self.chance * mean <= max(best, self.made / self.spent) * cost
 
     @property
     def tokens(self) -> list[int]:
