@@ -18,7 +18,7 @@ from checks import check_memory
 from exact import LEADS, SEEN
 from sfi import Engine, Row, SFIConfig, cache_bytes
 
-CHANCES = (0.7, 0.9, 0.95, 0.99)
+CHANCES = (0.7, 0.8, 0.9, 0.95, 0.99)
 SURE = 1000.0  # drafts that the chances count for, so that the rule knows them
 
 

@@ -635,7 +635,7 @@ class Engine:
             kv = self.model.config.kv_bytes(self.model.dtype)
             memory = row.memory or self.cfg.n_sink + self.cfg.budget + self.cfg.n_recent
             fast = (self.weights + memory * kv) / (self.weights + row.length * kv)
-            many = row.since >= self.cfg.n_evidence  # then attention and scores are computed apart
+            many = row.since + 2 > self.cfg.n_evidence  # then attention and scores are computed apart
             cost = fast + FURTHER[kind] * (1 + many)
         return PASS[kind], cost
 
