@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import torch
 
-from exact import FURTHER, PASS, Drafts
-from model import KVCache, Model, ModelConfig, attend, yarn_for
+from exact import PASS, Drafts
+from model import CPU_HAS_BF16, KVCache, Model, ModelConfig, attend, yarn_for
 from sampling import GREEDY, noisy
 from selector import FUSIONS, STEPS, select
 
@@ -631,13 +631,15 @@ class Engine:
         steps.
         """
         kind = self.model.device.type
+        widened = kind == "cpu" and self.model.dtype != torch.float32 and not CPU_HAS_BF16
+        base, further = PASS["narrow " * widened + kind]
         if (cost := self.cfg.draft_cost) is None:
             kv = self.model.config.kv_bytes(self.model.dtype)
             memory = row.memory or self.cfg.n_sink + self.cfg.budget + self.cfg.n_recent
             fast = (self.weights + memory * kv) / (self.weights + row.length * kv)
             many = row.since + 2 > self.cfg.n_evidence  # then attention and scores are computed apart
-            cost = fast + FURTHER[kind] * (1 + many)
-        return PASS[kind], cost
+            cost = fast + further * (1 + many)
+        return base, cost
 
     def _finish(self, row: Row, part: Part) -> Part:
         """Book a pass into the row's state."""
