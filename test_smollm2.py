@@ -105,7 +105,7 @@ def test_pass_keys(smollm2):
 def test_exact_mode_gives_dense_decodings_tokens(smollm2, kind, i, n_select):
     """Greedy and sampled, of prompts that `exactness.py` runs at full length, 40 of them."""
     model, text, _ = smollm2
-    ids, new = exactness.prompt(kind, i, text), 80
+    ids, new = exactness.prompt(kind, i, text), 50
     base = Engine(model, DENSE, text.token_text, max_length=len(ids) + new, new_tokens=new)
     base.prefill(0, ids[: -exactness.TAIL])
     cfg = SFIConfig(exact=True, n_select=n_select, n_recent=128, draft_cost=0.3)
@@ -116,7 +116,7 @@ def test_exact_mode_gives_dense_decodings_tokens(smollm2, kind, i, n_select):
         place = exactness.parted(model, text, ids, dense, exact, sampling)
         print(f"{tally.accepted} of {tally.drafted} drafts right, {tally.slow} passes; parts at {place}")
         assert place is None or place[1] < exactness.TIE
-        assert len(exact) == new and tally.accepted > 30
+        assert len(exact) == new and tally.accepted > 15
 
 
 def test_the_folder_is_a_published_ones_twin(smollm2):
