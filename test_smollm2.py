@@ -13,7 +13,7 @@ import story
 from conftest import transformers_model
 from model import ModelConfig
 from report import Tally
-from sampling import GREEDY, Sampling
+from sampling import Sampling
 from sfi import Engine, SFIConfig, Step, decode
 from text import Text
 
@@ -101,22 +101,25 @@ def test_pass_keys(smollm2):
     assert found["window"] <= 2
 
 
-@pytest.mark.parametrize("kind, i, n_select", [("continuation", 15, 64), ("list", 22, 256), ("chat", 14, 64)])
-def test_exact_mode_gives_dense_decodings_tokens(smollm2, kind, i, n_select):
+@pytest.mark.parametrize(
+    "kind, i, n_select, temperature",
+    [("continuation", 15, 64, 0.0), ("list", 22, 256, 0.8), ("chat", 14, 64, 0.8)],
+)
+def test_exact_mode_gives_dense_decodings_tokens(smollm2, kind, i, n_select, temperature):
     """Greedy and sampled, of prompts that `exactness.py` runs at full length, 40 of them."""
     model, text, _ = smollm2
     ids, new = exactness.prompt(kind, i, text), 50
     base = Engine(model, DENSE, text.token_text, max_length=len(ids) + new, new_tokens=new)
     base.prefill(0, ids[: -exactness.TAIL])
     cfg = SFIConfig(exact=True, n_select=n_select, n_recent=128, draft_cost=0.3)
-    for sampling in (GREEDY, Sampling(0.8, seed=1)):
-        (dense, *_), (exact, tally, _) = [
-            exactness.decoded(base, ids[-exactness.TAIL :], c, new, sampling) for c in (DENSE, cfg)
-        ]
-        place = exactness.parted(model, text, ids, dense, exact, sampling)
-        print(f"{tally.accepted} of {tally.drafted} drafts right, {tally.slow} passes; parts at {place}")
-        assert place is None or place[1] < exactness.TIE
-        assert len(exact) == new and tally.accepted > 15
+    sampling = Sampling(temperature, seed=1)
+    (dense, *_), (exact, tally, _) = [
+        exactness.decoded(base, ids[-exactness.TAIL :], c, new, sampling) for c in (DENSE, cfg)
+    ]
+    place = exactness.parted(model, text, ids, dense, exact, sampling)
+    print(f"{tally.accepted} of {tally.drafted} drafts right, {tally.slow} passes; parts at {place}")
+    assert place is None or place[1] < exactness.TIE
+    assert len(exact) == new and tally.accepted > 15
 
 
 def test_the_folder_is_a_published_ones_twin(smollm2):
