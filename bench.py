@@ -122,6 +122,17 @@ def filled(engine: Engine, context: int) -> Engine:
     return engine
 
 
+def fits(model: Model, cfg: SFIConfig, context: int, batch: int, new: int) -> bool:
+    """Whether the caches of so many tokens fit into memory; a line says so where they do not."""
+    sizes = dict(batch=batch, max_length=context + new, new_tokens=new, dtype=model.dtype)
+    try:
+        check_memory(0, cache_bytes(model.config, cfg, **sizes), model.device)
+    except ValueError as e:
+        print(f"{batch:6}{context:9}   left out: {str(e).split(';')[0]}")
+        return False
+    return True
+
+
 def measure(
     model: Model, cfg: SFIConfig, context: int, batch: int, tokens: list[int], token_text, ops
 ) -> dict:
@@ -243,7 +254,7 @@ def draw(result: dict, path: Path):
     figure.savefig(path, dpi=130)
 
 
-def table(args, model: Model, cfg: SFIConfig, device, tokens: list[int], token_text, ops, speed: float):
+def table(args, model: Model, cfg: SFIConfig, tokens: list[int], token_text, ops, speed: float):
     """Print a row for every batch size and context; returns the rows.  speed: bytes a second."""
     columns = ("dense_ms", "fast_ms", "slow_ms", "gather_ms", "loop_ms_per_token", "mean_interval")
     columns += ("speedup", "byte_speedup", "weights_gb_s", "attention_gb_s")
@@ -264,18 +275,7 @@ def table(args, model: Model, cfg: SFIConfig, device, tokens: list[int], token_t
     rows = []
     for batch in args.batches:
         for context in args.contexts:
-            cache = cache_bytes(
-                model.config,
-                cfg,
-                batch=batch,
-                max_length=context + args.steps,
-                new_tokens=args.steps,
-                dtype=model.dtype,
-            )
-            try:
-                check_memory(0, cache, device)
-            except ValueError as e:
-                print(f"{batch:6}{context:9}   left out: {str(e).split(';')[0]}")
+            if not fits(model, cfg, context, batch, args.steps):
                 continue
             r = measure(model, cfg, context, batch, tokens, token_text, ops)
             r["floor_ms"] = 1e3 * (weights + batch * context * kv) / speed
@@ -344,7 +344,7 @@ def main(argv=None):
         more = tokens, text.token_text, ops, args.rounds
         rows = bench_exact.rows(sys.modules[__name__], model, args.contexts, drawn, *more)
     else:
-        rows = table(args, model, cfg, device, tokens, text.token_text, ops, speed)
+        rows = table(args, model, cfg, tokens, text.token_text, ops, speed)
     result = {
         "model": "qwen3-0.6b (random weights)",
         "device": str(device),

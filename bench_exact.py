@@ -14,9 +14,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from checks import check_memory
 from exact import LEADS, SEEN
-from sfi import Engine, Row, SFIConfig, cache_bytes
+from sfi import Engine, Row, SFIConfig
 
 CHANCES = (0.7, 0.8, 0.9, 0.95, 0.99)
 SURE = 1000.0  # drafts that the chances count for, so that the rule knows them
@@ -119,12 +118,9 @@ def rows(bench, model, contexts, all_drawn: dict, story: list[int], token_text, 
     made, cfg = [], SFIConfig(exact=True)
     for context in contexts:
         new = (rounds + 1) * (cfg.max_interval + 2)
-        sizes = dict(batch=1, max_length=context + new, new_tokens=new)
-        try:
-            check_memory(0, cache_bytes(model.config, cfg, dtype=model.dtype, **sizes), model.device)
-        except ValueError as e:
-            print(f"{context:9}   left out: {str(e).split(';')[0]}")
+        if not bench.fits(model, cfg, context, 1, new):
             continue
+        sizes = dict(max_length=context + new, new_tokens=new)
         engine = bench.filled(Drawn(model, cfg, token_text, ops=ops, **sizes), context)
         for name, drawn in tqdm(all_drawn.items(), leave=False, disable=None):
             engine.rows = [Row(length=context)]

@@ -20,7 +20,8 @@ of the second best is rarely wrong.  So a row drafts on while
 
 with chances from what has been seen of this row, and the larger of two r: what its rounds reached, and the
 best that one mean chance would allow.  Bytes give f, whatever the machine, so that the same run drafts the
-same lengths; b and c are measured.  Read before: `sfi.py`."""
+same lengths; b and c are measured.  Read before: `sfi.py`.
+"""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -44,7 +45,8 @@ class Drafts:
     cost: float = 1.0  # of one more draft, f + c
     right: list = field(default_factory=lambda: list(RIGHT))  # per class
     seen: list = field(default_factory=lambda: list(SEEN))
-    made: float = 1.0  # tokens, and dense steps' worth of time: r is their ratio
+    rate: float = 1.0  # r of this round
+    made: float = 1.0  # tokens, and dense steps' worth of time, of all rounds
     spent: float = 1.0
 
     def clear(self):
@@ -64,11 +66,12 @@ class Drafts:
         self.fed.append((token, armed))
         self.base, self.cost = base, cost
         mean = sum(self.right) / sum(self.seen)
-        made = accumulate(mean**m for m in range(65))  # by a round of m = 0, 1, .. drafts
-        best = max(tokens / (base + m * cost) for m, tokens in enumerate(made))
         if not self.classes:
+            made = accumulate(mean**m for m in range(65))  # by a round of m = 0, 1, .. drafts
+            best = max(tokens / (base + m * cost) for m, tokens in enumerate(made))
+            self.rate = max(best, self.made / self.spent)
             return best <= 1
-        return self.chance * mean <= max(best, self.made / self.spent) * cost
+        return self.chance * mean <= self.rate * cost
 
     @property
     def tokens(self) -> list[int]:

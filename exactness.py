@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import checkpoints
 from bench import commit
-from eval import TAIL, filler, needle
+from eval import DENSE, Bench, filler, needle
 from exact import LEADS, Drafts
 from generate import Parser
 from model import DTYPES, ModelConfig, load, read_json
@@ -26,7 +26,6 @@ from sfi import Engine, SFIConfig, decode
 from text import Text
 
 KINDS = ("continuation", "key", "list", "code", "chat")
-DENSE = SFIConfig(policy="dense")
 TIE = 1e-3  # logits
 SOURCES = ("model.py", "sfi.py", "selector.py", "generate.py", "eval.py")
 
@@ -50,10 +49,10 @@ def prompt(kind: str, i: int, text: Text) -> list[int]:
     return text.encode(text.chat(f"{prose}\n\n{ask[kind]}"))
 
 
-def decoded(base: Engine, tail: list[int], cfg: SFIConfig, new: int, sampling: Sampling):
-    """(tokens, Tally, Drafts) of one decode from a copy of what `base` has cached."""
-    engine, tally, tokens = base.fork(cfg), Tally(), []
-    for step in decode(engine, [tail], max_new_tokens=new, sampling=sampling):
+def decoded(bench: Bench, cfg: SFIConfig, new: int, sampling: Sampling):
+    """(tokens, Tally, Drafts) of one decode from a copy of what the bench's prompt has cached."""
+    engine, tally, tokens = bench.base.fork(cfg), Tally(), []
+    for step in decode(engine, [bench.tail], max_new_tokens=new, sampling=sampling):
         tally.add(step)
         tokens += step.tokens[0]
     return tokens, tally, engine.rows[0].drafts
@@ -94,15 +93,14 @@ def main(argv=None):
         model = load(folder, config, DTYPES[args.dtype])
     except (ValueError, OSError) as e:
         p.error(" ".join(str(e).split()))
-    rows, wrong = [], 0
+    rows, wrong, bench = [], 0, Bench(model, text, args.new)
     for i in tqdm(range(args.prompts), disable=None):
         kind, cfg = KINDS[i % len(KINDS)], configs[i % len(configs)]
         ids = prompt(kind, i, text)
-        base = Engine(model, DENSE, text.token_text, max_length=len(ids) + args.new, new_tokens=args.new)
-        base.prefill(0, ids[:-TAIL])
+        bench.prefill(ids)
         for sampling in samplings:
             (dense, *_), (exact, tally, drafts) = [
-                decoded(base, ids[-TAIL:], c, args.new, sampling) for c in (DENSE, cfg)
+                decoded(bench, c, args.new, sampling) for c in (DENSE, cfg)
             ]
             place = parted(model, text, ids, dense, exact, sampling)
             row = dict(kind=kind, prompt=len(ids), n_select=cfg.n_select, temperature=sampling.temperature)

@@ -362,21 +362,22 @@ class Engine:
         parts = [
             Part() if token is None else self._plan(b, token, b in ending) for b, token in enumerate(tokens)
         ]
-        together = [Part() if part.drafted else part for part in parts]  # the others get a pass each
-        blank = torch.zeros((1, self.model.config.vocab_size), device=self.model.device)
-        logits, passes = [blank] * len(parts), []
-        if any(part.reason != "ended" for part in together):
+        checked = [b for b, part in enumerate(parts) if part.drafted]
+        together = [Part() if part.drafted else part for part in parts]  # the checks get a pass each
+        passes = []
+        if not checked or any(part.reason != "ended" for part in together):
             fed = [
                 [0 if part.reason == "ended" else token] for token, part in zip(tokens, together, strict=True)
             ]
-            logits, passes = list(self._run(0, fed, together)), self.last
-        for b, part in enumerate(parts):
-            if part.drafted:
-                fed = self.rows[b].drafts.tokens
-                logits[b], passes = self._run(b, [fed], [part], len(fed))[0], passes + self.last
-        self.last = passes
-        parts = [self._finish(row, part) for row, part in zip(self.rows, parts, strict=True)]
-        return torch.cat(logits), parts
+            logits, passes = self._run(0, fed, together), self.last
+        else:
+            logits = torch.zeros((len(parts), 1, self.model.config.vocab_size), device=self.model.device)
+        rows = list(logits) if checked else [logits[:, -1]]
+        for b in checked:
+            fed = self.rows[b].drafts.tokens
+            rows[b], passes = self._run(b, [fed], [parts[b]], len(fed))[0], passes + self.last
+        self.last, logits = passes, torch.cat(rows) if checked else rows[0]
+        return logits, [self._finish(row, part) for row, part in zip(self.rows, parts, strict=True)]
 
     def pick(self, logits, sampling=GREEDY) -> list[int]:
         """The next token of every row, from the logits (B, V) of the last pass: the one host read of a step.
@@ -413,15 +414,15 @@ class Engine:
         """The tokens for the (row, position) places, each with its lead: by how many logits it was ahead of
         the second best (exact mode; else 0).
         """
-        scores, n = noisy(logits, places, sampling), len(places)
-        leads = torch.zeros(n, device=logits.device)
+        scores = noisy(logits, places, sampling)
+        read = [logits.isfinite().all()[None], scores.argmax(-1)]
         if self.cfg.exact:
-            leads = scores.topk(2).values.diff().neg()[:, 0]
-        read = torch.cat([x.double() for x in (scores.argmax(-1), leads, logits.isfinite().all()[None])])
-        *read, finite = read.tolist()  # the one host read of a step
+            read.append(scores.topk(2).values.diff().neg()[:, 0])
+        finite, *read = torch.cat(read).tolist()  # the one host read of a step
         if not finite:
             raise ValueError(self._not_finite())
-        return [(int(token), lead) for token, lead in zip(read[:n], read[n:], strict=True)]
+        tokens, leads = map(int, read[: len(places)]), read[len(places) :] or [0.0] * len(places)
+        return list(zip(tokens, leads, strict=True))
 
     def _take_back(self, row: Row, picked) -> int:
         """Cut a row back to the drafts with which the tokens picked by the pass agree; returns how many."""
@@ -573,8 +574,8 @@ class Engine:
         try:
             for each in self.last:
                 passed.clear()
-                if not self._forward(*each).isfinite().all():
-                    found.append("the output head")
+                self._forward(*each)
+            found.append("the output head")
         except FloatingPointError:
             found.append(f"the attention of layer {len(passed)}")
         for hook in hooks:

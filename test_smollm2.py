@@ -109,13 +109,11 @@ def test_exact_mode_gives_dense_decodings_tokens(smollm2, kind, i, n_select, tem
     """Greedy and sampled, of prompts that `exactness.py` runs at full length, 40 of them."""
     model, text, _ = smollm2
     ids, new = exactness.prompt(kind, i, text), 50
-    base = Engine(model, DENSE, text.token_text, max_length=len(ids) + new, new_tokens=new)
-    base.prefill(0, ids[: -exactness.TAIL])
+    bench = exactness.Bench(model, text, new)
+    bench.prefill(ids)
     cfg = SFIConfig(exact=True, n_select=n_select, n_recent=128, draft_cost=0.3)
     sampling = Sampling(temperature, seed=1)
-    (dense, *_), (exact, tally, _) = [
-        exactness.decoded(base, ids[-exactness.TAIL :], c, new, sampling) for c in (DENSE, cfg)
-    ]
+    (dense, *_), (exact, tally, _) = [exactness.decoded(bench, c, new, sampling) for c in (DENSE, cfg)]
     place = exactness.parted(model, text, ids, dense, exact, sampling)
     print(f"{tally.accepted} of {tally.drafted} drafts right, {tally.slow} passes; parts at {place}")
     assert place is None or place[1] < exactness.TIE
