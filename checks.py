@@ -13,8 +13,9 @@ import psutil
 import torch
 
 import story
+from memory import REFERENCE, Ops
 from model import CPU_HAS_BF16, DTYPES
-from sfi import REFERENCE, Ops, SFIConfig
+from sfi import SFIConfig
 
 
 def read_prompt(name: str) -> str:

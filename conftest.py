@@ -18,7 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import checkpoints
 import generate
-from model import KVCache, ModelConfig, attend, load, read_json
+from loading import load, read_json
+from model import KVCache, ModelConfig, attend
 from text import Text
 
 HERE = Path(__file__).resolve().parent

@@ -25,7 +25,8 @@ from tqdm import tqdm
 import checkpoints
 import story
 from generate import Parser
-from model import DTYPES, ModelConfig, load, read_json
+from loading import load, read_json
+from model import DTYPES, ModelConfig
 from selector import STEPS
 from sfi import Engine, SFIConfig
 from text import Text

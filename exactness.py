@@ -19,7 +19,8 @@ from bench import commit
 from eval import DENSE, Bench, filler, needle
 from exact import LEADS, Drafts
 from generate import Parser
-from model import DTYPES, ModelConfig, load, read_json
+from loading import load, read_json
+from model import DTYPES, ModelConfig
 from report import Tally
 from sampling import GREEDY, Sampling, noisy
 from sfi import Engine, SFIConfig, decode

@@ -30,7 +30,8 @@ from checks import (
     choose_dtype,
     read_prompts,
 )
-from model import DTYPES, Model, ModelConfig, load, read_json, with_yarn
+from loading import load, read_json
+from model import DTYPES, Model, ModelConfig, with_yarn
 from report import DIM, Clock, Screen, Tally, counts, paint, report
 from sampling import Sampling
 from sfi import BACKENDS, Engine, SFIConfig, cache_bytes, check_lengths, decode

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+import memory
 import model
 import selector
-import sfi
 import story
 from checks import check_memory
+from memory import REFERENCE
 from model import ModelConfig
-from sfi import REFERENCE, Engine, SFIConfig, cache_bytes
+from sfi import Engine, SFIConfig, cache_bytes
 
 DEFAULT = SFIConfig()
 
@@ -124,12 +125,12 @@ def check_kernels(device, sizes: Sizes) -> list[dict]:
     K, V = torch.randn(2, 3, h, cap + n, 128, dtype=sizes.dtype, device=device)
     copy = K.clone(), V.clone()
     slots = torch.rand(3, h, n // 2 - 4, device=device).topk(cap // 2).indices.sort(-1).values + 4
-    sfi.rebuild(K, V, slots, cap, 4, high, length)
+    memory.rebuild(K, V, slots, cap, 4, high, length)
     kernels.rebuild(*copy, slots, cap, 4, high, length)
     new = torch.randn(2, 3, 1, h, 128, device=device).to(sizes.dtype)
     at = torch.tensor([[n - 1, -1, 5], [cap - 1, -1, -1]], device=device)
     norm = torch.zeros(2, 3, h, n, device=device)
-    sfi.append(*new, K, V, norm[0], *at)
+    memory.append(*new, K, V, norm[0], *at)
     kernels.append(*new, *copy, norm[1], *at)
     differ = sum((a != b).sum().item() for a, b in ((K, copy[0]), (V, copy[1])))
     rows.append({"check": "rebuild and append: elements that differ", "error": differ, "allowed": 0})

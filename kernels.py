@@ -1,10 +1,10 @@
 """The optimized path: Triton twins of the leaf operations, and a schedule that selects beside the model.
 
 `triton_ops()` gives an `Ops` for `sfi.Engine`; every function must equal the reference of the same name
-(`append` and `rebuild` in `sfi.py`, `attend` in `model.py`, `select` in `selector.py`).  Attention is split
-along the length, in the manner of Flash-Decoding, so that few rows still fill a GPU.  Rows tell by `start`,
-`length` and `high` on the device what they read and whether they are refreshed, so no launch waits for the
-host.
+(`append` and `rebuild` in `memory.py`, `attend` in `model.py`, `select` in `selector.py`).  Attention is
+split along the length, in the manner of Flash-Decoding, so that few rows still fill a GPU.  Rows tell by
+`start`, `length` and `high` on the device what they read and whether they are refreshed, so no launch waits
+for the host.
 
 Run as a program it compiles every kernel for three GPUs, without one, and prints what each needs.  With
 TRITON_INTERPRET=1 in the environment the kernels run on a CPU, slowly.  Letters: see `model.py`.  Read
@@ -25,8 +25,9 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
+from memory import InLine, Ops
 from selector_kernels import SELECTORS, power_of_2, select
-from sfi import InLine, Ops, SFIConfig
+from sfi import SFIConfig
 
 LOG2E = tl.constexpr(math.log2(math.e))
 PROGRAMS = 512  # attention is split until so many programs run, whatever the GPU: the same sums everywhere
@@ -38,7 +39,7 @@ def append_kernel(
     k, v, K, V, key_norm, position, memory, T, n_kv, cap, cache_row, cache_head, s_max,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """`sfi.append`: program (b * T + t, head) writes one token's key and value, and the key's norm."""
+    """`memory.append`: program (b * T + t, head) writes one token's key and value, and the key's norm."""
     bt, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, t = (bt // T).to(tl.int64), bt % T
     d = tl.arange(0, BLOCK_D)
@@ -194,7 +195,7 @@ def rebuild_kernel(
     K, V, slots, high, length, n_kv, cap, n_sink, N, cache_row, cache_head,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`sfi.rebuild`: program (block, b * n_kv + head) copies BLOCK slots of one head's memory."""
+    """`memory.rebuild`: program (block, b * n_kv + head) copies BLOCK slots of one head's memory."""
     bk = tl.program_id(1).to(tl.int64)
     b, h = bk // n_kv, bk % n_kv
     first, n = tl.load(high + b), tl.load(length + b)
@@ -221,7 +222,7 @@ def rebuild(K, V, slots, cap, n_sink, high, length):
 
 
 class Overlap:
-    """`sfi.InLine`'s twin: a layer's refresh runs on a second stream, beside the next layers' work.
+    """`memory.InLine`'s twin: a layer's refresh runs on a second stream, beside the next layers' work.
 
     Three things must not meet.  A refresh reads what the main stream has just written, so the side stream
     waits for an event after it.  The next pass reads the memory and writes key norms, so it waits, layer by

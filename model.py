@@ -1,10 +1,10 @@
 """Qwen3, Qwen3-MoE and Llama-type decoders, and the KV cache they run on.
 
 One skeleton serves all three: QK-norm, biases, a tied head and expert MLPs are facts of config.json.
-Parameter names are the checkpoint's, so loading is a loop.  The attention is an argument of the forward pass,
-`attention(layer, q, k, v) -> out`: this file rotates queries and keys and projects the result, and what is
-cached and which part of it is read is the caller's business (`sfi.py`).  Sources: the Qwen3 report (arXiv
-2505.09388), RoPE (2104.09864), YaRN (2309.00071), and the published checkpoints.
+Parameter names are the checkpoint's, so loading (`loading.py`) is a loop.  The attention is an argument of
+the forward pass, `attention(layer, q, k, v) -> out`: this file rotates queries and keys and projects the
+result, and what is cached and which part of it is read is the caller's business (`sfi.py`).  Sources: the
+Qwen3 report (arXiv 2505.09388), RoPE (2104.09864), YaRN (2309.00071), and the published checkpoints.
 
 Letters, here and in every file:
     B rows of the batch    T new tokens    S cached tokens    L layers
@@ -17,11 +17,9 @@ Read next: `selector.py`, then `sfi.py`.
 import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -506,129 +504,3 @@ def attend(q, K, V, start, length, scores=None):
             o = F.scaled_dot_product_attention(grouped[None], keys[None], values[None], attn_mask=mask)[0]
         out[b] = o.unflatten(1, (G, T)).permute(2, 0, 1, 3).flatten(1, 2)  # (T, H, D)
     return out, scores
-
-
-def read_json(path: Path, default=None) -> dict:
-    """The object in a JSON file; `default` where the file is absent and one is given."""
-    if default is not None and not path.exists():
-        return default
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ValueError(f"cannot read {path} ({e}); fetch the checkpoint again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object; fetch the checkpoint again")
-    return content
-
-
-def shard_files(folder: Path) -> dict[Path, list[str]]:
-    """The safetensors files of a checkpoint and the tensors promised in each ([] where there is no index)."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        if not (folder / "model.safetensors").is_file():
-            found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-            raise ValueError(
-                f"{folder} has no model.safetensors or index (found: {found}); convert it to safetensors"
-            )
-        return {folder / "model.safetensors": []}
-    names, shards = read_json(index).get("weight_map"), {}
-    if not isinstance(names, dict) or not all(isinstance(file, str) and file for file in names.values()):
-        raise ValueError(f"{index} has no weight_map of tensor to file; fetch the checkpoint again")
-    for name, file in names.items():
-        shards.setdefault(folder / file, []).append(name)
-    for file in shards:
-        if not file.is_file():
-            raise ValueError(
-                f"{index.name} names {file.name}, which is not in {folder}; fetch the checkpoint again"
-            )
-    return shards
-
-
-def read_tensors(folder: Path):
-    """Yield (name, tensor) over all files; the tensors are memory-mapped and cost nothing until read.
-
-    A mapping counts as used memory while any of its tensors lives.  A few tensors share one, so whoever
-    converts as it goes never holds much more than the converted copy.
-    """
-    for file, promised in shard_files(folder).items():
-        try:
-            with safe_open(file, "pt") as f:
-                names = list(f.keys())
-            if missing := set(promised) - set(names):
-                raise ValueError(
-                    f"{file.name} lacks {min(missing)}, which the index promises; fetch the checkpoint again"
-                )
-            for i in range(0, len(names), 32):
-                with safe_open(file, "pt") as f:
-                    for name in names[i : i + 32]:
-                        yield name, f.get_tensor(name)
-        except (SafetensorError, OSError) as e:
-            raise ValueError(
-                f"{file} is not a readable safetensors file ({e}); fetch the checkpoint again"
-            ) from None
-
-
-def check_tensors(folder: Path, model: Model):
-    """Compare every tensor of a checkpoint with the model's parameters, by what the file headers say."""
-    missing, kind = dict(model.named_parameters()), model.config.model_type
-    known = set(missing)
-    for name, tensor in read_tensors(folder):
-        if tensor.dtype not in DTYPES.values():
-            raise ValueError(
-                f"{name} is {tensor.dtype}; allowed are {', '.join(DTYPES)}: choose an unquantized checkpoint"
-            )
-        if is_spare(name, model.config):
-            continue
-        want = missing.pop(name, None)
-        if want is None and name in known:
-            raise ValueError(f"the checkpoint has {name} twice, in several files; fetch it again")
-        if want is None:
-            raise ValueError(f"the checkpoint has {name}, for which a {kind} of this config has no place")
-        if want.shape != tensor.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; config.json asks for {tuple(want.shape)}"
-            )
-    if missing:
-        raise ValueError(
-            f"the checkpoint lacks {', '.join(list(missing)[:3])} ({len(missing)} in all); fetch it again"
-        )
-
-
-def is_spare(name: str, config: ModelConfig) -> bool:
-    """Tensors that some files carry and no model needs: the copy of a tied head, and old Llama files' angles,
-    which follow from rope_theta.
-    """
-    tied = name == "lm_head.weight" and config.tie_word_embeddings
-    return tied or name.endswith("rotary_emb.inv_freq")
-
-
-def load(folder, config: ModelConfig, dtype: torch.dtype | None = None, device="cpu") -> Model:
-    """Read a checkpoint folder into a Model of `dtype` (None: the checkpoint's own) on `device`.
-
-    Strict: every tensor is consumed, every parameter filled, every shape compared, before any is read;
-    ValueError names the tensor.  Peak memory is about one copy of the weights: where dtype and device are the
-    checkpoint's, the parameters are the mapped file itself.
-    """
-    folder = Path(folder)
-    if dtype is None and config.dtype not in DTYPES:
-        raise ValueError(
-            f"config.json has dtype {config.dtype!r}; allowed are {', '.join(DTYPES)}: choose one with dtype"
-        )
-    dtype, head = dtype or DTYPES[config.dtype], None
-    with torch.device("meta"):
-        model = Model(config)
-    check_tensors(folder, model)
-    model.inv_freq = inverse_frequencies(config.rope, config.head_dim).to(device)
-    for name, tensor in read_tensors(folder):
-        if is_spare(name, config):
-            head = tensor if name == "lm_head.weight" else head
-            continue
-        module, _, leaf = name.rpartition(".")
-        parameter = nn.Parameter(tensor.to(device, dtype), requires_grad=False)
-        model.get_submodule(module)._parameters[leaf] = parameter
-    embedding = model.model["embed_tokens"].weight
-    if head is not None and not torch.equal(head.to(device, dtype), embedding):
-        raise ValueError(
-            "lm_head.weight differs from the embedding although tie_word_embeddings is true; set it to false"
-        )
-    return model.eval()

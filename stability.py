@@ -20,7 +20,8 @@ from tqdm import tqdm
 import checkpoints
 from eval import check_trained, interval, samples
 from generate import Parser
-from model import ModelConfig, load, read_json
+from loading import load, read_json
+from model import ModelConfig
 from sfi import Engine, SFIConfig, advance
 from text import Text
 

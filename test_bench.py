@@ -7,8 +7,9 @@ import torch
 
 import bench
 import bench_exact
+from memory import REFERENCE
 from model import attend
-from sfi import REFERENCE, SFIConfig
+from sfi import SFIConfig
 from test_sfi import SMALL, token_text
 
 

@@ -14,7 +14,8 @@ import checks
 import generate
 import sfi
 from conftest import HERE, SMALL, byte_tokenizer, command, edit_config, run
-from model import ModelConfig, read_json
+from loading import read_json
+from model import ModelConfig
 from sampling import Sampling
 from sfi import SFIConfig, cache_bytes
 from text import Text

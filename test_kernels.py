@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import memory
 import model
 import selector
 import sfi
 from checks import choose_backend
 from conftest import HERE, load_folder, make_checkpoint, run
+from memory import REFERENCE
 from test_sfi import CONFIGS, SMALL, prompt, token_text
 
 kernels = pytest.importorskip("kernels", reason="Triton is not installed", exc_type=ImportError)
@@ -82,7 +84,7 @@ def test_append():
     k, v = torch.randn(2, 4, 2, 3, 80, device=DEVICE)  # (B, T, n_kv, D)
     position, memory = torch.tensor([[5, 0, -1, 18], [-1, 7, -1, 0]], device=DEVICE)
     made = []
-    for append in (sfi.append, kernels.append):
+    for append in (memory.append, kernels.append):
         K, V = torch.full((2, 4, 3, 10 + 20, 80), NAN, device=DEVICE)
         norm = torch.full((4, 3, 20), NAN, device=DEVICE)
         append(k, v, K, V, norm, position, memory)
@@ -98,7 +100,7 @@ def test_rebuild(n_sink, N):
     slots = torch.rand(3, 2, 40).topk(N).indices.sort(-1).values.to(DEVICE) + n_sink
     high, length = torch.tensor([[60, -1, 44], [81, 90, 45]], device=DEVICE)
     other = K.clone(), V.clone()
-    sfi.rebuild(K, V, slots, 50, n_sink, high, length)
+    memory.rebuild(K, V, slots, 50, n_sink, high, length)
     kernels.rebuild(*other, slots, 50, n_sink, high, length)
     assert torch.equal(other[0], K) and torch.equal(other[1], V)
 
@@ -197,7 +199,7 @@ def test_whole_decode(small, name):
     """Unequal rows, mixed steps: the same tokens."""
     cfg = replace(CONFIGS[name], n_select=5, n_recent=5, min_gap=1, max_interval=4)
     prompts, ops = [prompt(12), prompt(16, 1)], kernels.triton_ops(DEVICE == "cuda")
-    want = decoded(small, cfg, sfi.REFERENCE, prompts, 9)
+    want = decoded(small, cfg, REFERENCE, prompts, 9)
     assert decoded(small, cfg, ops, prompts, 9) == want
     if name.startswith("sentence"):
         assert any("fast" in reasons and len(set(reasons)) == 2 for _, reasons in want[2:6])
@@ -207,7 +209,7 @@ def test_exact_mode(small):
     """Rows that check their drafts on their own: the same tokens and the same drafts."""
     cfg = replace(CONFIGS["exact"], n_select=5, n_recent=5, max_interval=3)
     prompts, ops = [prompt(12), prompt(16, 1)], kernels.triton_ops(DEVICE == "cuda")
-    want = decoded(small, cfg, sfi.REFERENCE, prompts, 9)
+    want = decoded(small, cfg, REFERENCE, prompts, 9)
     assert decoded(small, cfg, ops, prompts, 9) == want
     assert any(len(tokens) > 1 for made, _ in want for tokens in made)
     assert any([] in made and any(made) for made, _ in want), "one row checks while the other drafts"
@@ -216,7 +218,7 @@ def test_exact_mode(small):
 def test_forced_tokens(small):
     """Several tokens a pass, over the full cache and over the memory."""
     ops, logits = kernels.triton_ops(DEVICE == "cuda"), []
-    for some in (sfi.REFERENCE, ops):
+    for some in (REFERENCE, ops):
         made = engine(small, SMALL, some, max_length=50, new_tokens=14)
         made.prefill(0, prompt(32), chunk=16)
         logits.append(torch.cat([some for some, _ in made.force(0, prompt(14, 2))]))
@@ -299,9 +301,9 @@ class Recorded:
 @pytest.mark.parametrize("name", ["sentence-follow", "sentence-paper", "one-by-one", "window", "exact"])
 def test_overlap_changes_no_token(tiny, name):
     """However late the side stream runs."""
-    late, prompts = sfi.REFERENCE._replace(schedule=Late), [prompt(40), prompt(61, 1)]
+    late, prompts = REFERENCE._replace(schedule=Late), [prompt(40), prompt(61, 1)]
     assert decoded(tiny, CONFIGS[name], late, prompts, 30) == decoded(
-        tiny, CONFIGS[name], sfi.REFERENCE, prompts, 30
+        tiny, CONFIGS[name], REFERENCE, prompts, 30
     )
 
 
@@ -322,8 +324,8 @@ def test_a_broken_schedule_is_seen(tiny, broken):
     """Without the wait for a layer's refresh, or with scores overwritten before they are read, the test above
     fails.
     """
-    late, prompts = sfi.REFERENCE._replace(schedule=broken), [prompt(40), prompt(61, 1)]
-    want = decoded(tiny, SMALL, sfi.REFERENCE, prompts, 30)
+    late, prompts = REFERENCE._replace(schedule=broken), [prompt(40), prompt(61, 1)]
+    want = decoded(tiny, SMALL, REFERENCE, prompts, 30)
     try:
         got = decoded(tiny, SMALL, late, prompts, 30)
     except (ValueError, RuntimeError) as e:  # memory read before it was written may hold anything
@@ -332,9 +334,9 @@ def test_a_broken_schedule_is_seen(tiny, broken):
 
 
 def test_fork_waits_for_the_side_stream(tiny):
-    late = sfi.REFERENCE._replace(schedule=Late)
+    late = REFERENCE._replace(schedule=Late)
     logits = []
-    for ops in (sfi.REFERENCE, late):
+    for ops in (REFERENCE, late):
         made = engine(tiny, SMALL, ops, max_length=90, new_tokens=24)
         made.prefill(0, prompt(60))
         other = made.fork(SMALL)
@@ -363,8 +365,8 @@ class Replayed:
 def test_captured_steps_depend_on_their_inputs_alone(tiny, name):
     """One capture serves all fast steps, whatever the lengths, and with a row that has ended."""
     Replayed.made, prompts = 0, [prompt(40), prompt(61, 1)]
-    ops = sfi.REFERENCE._replace(capture=Replayed)
-    want = decoded(tiny, CONFIGS[name], sfi.REFERENCE, prompts, 30)
+    ops = REFERENCE._replace(capture=Replayed)
+    want = decoded(tiny, CONFIGS[name], REFERENCE, prompts, 30)
     assert decoded(tiny, CONFIGS[name], ops, prompts, 30) == want
     assert Replayed.made == 1
 
@@ -372,28 +374,26 @@ def test_captured_steps_depend_on_their_inputs_alone(tiny, name):
 @pytest.mark.parametrize("prompts", [[[5], [7]], [[5], prompt(9)]], ids=len)
 def test_a_prompt_of_one_token_is_not_a_step_of_the_batch(tiny, prompts):
     """It once took the captured step's place, or ran as a replay of another row's."""
-    want = decoded(tiny, SMALL, sfi.REFERENCE, prompts, 6)
-    assert decoded(tiny, SMALL, sfi.REFERENCE._replace(capture=Replayed), prompts, 6) == want
+    want = decoded(tiny, SMALL, REFERENCE, prompts, 6)
+    assert decoded(tiny, SMALL, REFERENCE._replace(capture=Replayed), prompts, 6) == want
 
 
 def test_experts_are_not_captured(tiny):
     moe = copy.copy(tiny)
     moe.config = replace(tiny.config, num_experts=4)
-    made = sfi.Engine(
-        moe, SMALL, token_text, ops=sfi.REFERENCE._replace(capture=1), max_length=9, new_tokens=1
-    )
+    made = sfi.Engine(moe, SMALL, token_text, ops=REFERENCE._replace(capture=1), max_length=9, new_tokens=1)
     assert made.capture is None
 
 
 def test_backend_is_chosen_once_and_said(monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    assert choose_backend("auto", CPU, SMALL) is sfi.REFERENCE
-    assert choose_backend("reference", CUDA, SMALL) is sfi.REFERENCE
+    assert choose_backend("auto", CPU, SMALL) is REFERENCE
+    assert choose_backend("reference", CUDA, SMALL) is REFERENCE
     assert choose_backend("auto", CUDA, SMALL).name == "triton"
     assert not capsys.readouterr().err
     span = replace(SMALL, selector="span")
-    assert choose_backend("auto", CUDA, span) is sfi.REFERENCE
+    assert choose_backend("auto", CUDA, span) is REFERENCE
     assert capsys.readouterr().err == (
         "no optimized path: there are no kernels for selector span; give one of follow, paper\n"
     )
@@ -410,7 +410,7 @@ def test_backend_is_chosen_once_and_said(monkeypatch, capsys):
     monkeypatch.setattr("checks.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="Triton is not installed"):
         choose_backend("triton", CUDA, SMALL)
-    assert choose_backend("auto", CUDA, SMALL) is sfi.REFERENCE
+    assert choose_backend("auto", CUDA, SMALL) is REFERENCE
     assert capsys.readouterr().err.count("\n") == 1
 
 

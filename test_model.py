@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import BASE, dense_logits, edit_config, load_folder, make_checkpoint, transformers_model
-from model import KVCache, Model, ModelConfig, attend, inverse_frequencies, load, with_yarn
+from loading import load
+from model import KVCache, Model, ModelConfig, attend, inverse_frequencies, with_yarn
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from conftest import BASE, dense_logits
+from memory import append, rebuild
 from model import KVCache, ModelConfig, with_yarn
 from report import Tally
 from sampling import Sampling
@@ -18,11 +19,9 @@ from sfi import (
     SFIConfig,
     Step,
     advance,
-    append,
     cache_bytes,
     check_lengths,
     decode,
-    rebuild,
 )
 
 SMALL = SFIConfig(n_sink=2, n_select=10, n_recent=8, align=4, min_gap=3, max_interval=7, n_evidence=5)
