@@ -10,7 +10,7 @@ Dense decoding, prompt chunks and slow steps are one operation, a dense pass; a 
 pass reading other slots.  In exact mode the fast steps since the last dense pass are drafts, and the next one
 feeds all their tokens again and says which are right (`exact.py`).  The leaf operations (`append`, `attend`,
 `select`, `rebuild`) come as one `Ops` and may be replaced by faster twins.  Letters: see `model.py`.
-Positions are absolute.  Read before: `model.py`, `selector.py`, `memory.py`, `sampling.py`; after: `exact.py`.
+Positions are absolute.  Read before: `model.py`, `selector.py`, `memory.py`, `sampling.py`, `exact.py`.
 """
 
 import math
