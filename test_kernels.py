@@ -82,12 +82,12 @@ def test_attend_over_many_splits(monkeypatch):
 def test_append():
     torch.manual_seed(0)
     k, v = torch.randn(2, 4, 2, 3, 80, device=DEVICE)  # (B, T, n_kv, D)
-    position, memory = torch.tensor([[5, 0, -1, 18], [-1, 7, -1, 0]], device=DEVICE)
+    position, slot = torch.tensor([[5, 0, -1, 18], [-1, 7, -1, 0]], device=DEVICE)
     made = []
     for append in (memory.append, kernels.append):
         K, V = torch.full((2, 4, 3, 10 + 20, 80), NAN, device=DEVICE)
         norm = torch.full((4, 3, 20), NAN, device=DEVICE)
-        append(k, v, K, V, norm, position, memory)
+        append(k, v, K, V, norm, position, slot)
         made.append((K, V, norm))
     for got, want in zip(*made, strict=True):
         equal(got, want)
