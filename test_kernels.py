@@ -474,7 +474,7 @@ def test_one_host_read_a_step(small, monkeypatch):
         logits, parts = made.step([token])
         made.pick(logits)
         reasons.add(parts[0].reason)
-        assert reads == [("tolist", "pick")]
+        assert reads == [("tolist", "_read")]
         reads.clear()
     assert len(reasons) == 2
 
