@@ -19,9 +19,9 @@ of the second best is rarely wrong.  So a row drafts on while
     P(all drafts so far are right) * (mean chance of a draft)  >  r * (f + c),
 
 with chances from what has been seen of this row, and the larger of two r: what its rounds reached, and the
-best that one mean chance would allow.  Bytes give f, whatever the machine, so that the same run drafts the
-same lengths; b and c are measured.  Read before: `sfi.py`.
-"""
+best that one mean chance would allow.  A row that stays dense sees no drafts, so it slowly forgets and tries
+again.  Bytes give f; b and c were measured once for each kind of device.  So lengths do not depend on how
+busy a machine is.  Read before: `sfi.py`."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -31,7 +31,8 @@ LEADS = (0.25, 0.5, 1.0, 2.0, 4.0)  # logits between best and second best: the b
 SEEN = (2.0, 1.7, 2.8, 3.9, 5.1, 8.5)
 RIGHT = tuple(n * chance for n, chance in zip(SEEN, (0.73, 0.88, 0.94, 0.97, 0.995, 0.999), strict=True))
 # b and c: measured on a CPU, where it has to widen what it reads ("narrow") too; on a GPU an estimate.
-PASS = {"cpu": (1.3, 0.17), "narrow cpu": (1.8, 0.35), "cuda": (1.05, 0.01)}
+PASS = {"cpu": (1.4, 0.11), "narrow cpu": (2.0, 0.18), "cuda": (1.05, 0.01)}
+FORGET = 1 / 256  # of what was seen, with each dense step that no draft preceded
 
 
 @dataclass
@@ -41,8 +42,8 @@ class Drafts:
     fed: list = field(default_factory=list)  # (token, trigger state after it): a certain token, then drafts
     classes: list = field(default_factory=list)  # of the drafts, by lead
     chance: float = 1.0  # that all drafts are right
-    base: float = 1.0  # b
     cost: float = 1.0  # of one more draft, f + c
+    spent_now: float = 1.0  # by this round, in dense steps
     right: list = field(default_factory=lambda: list(RIGHT))  # per class
     seen: list = field(default_factory=lambda: list(SEEN))
     rate: float = 1.0  # r of this round
@@ -50,12 +51,14 @@ class Drafts:
     spent: float = 1.0
 
     def clear(self):
+        """A new round."""
         self.fed, self.classes, self.chance = [], [], 1.0
 
     def add(self, lead: float):
         """A fast step has drafted a token, `lead` logits ahead of the second best."""
         i = sum(lead >= bound for bound in LEADS)
         self.classes.append(i)
+        self.spent_now += self.cost
         self.chance *= self.right[i] / self.seen[i]
 
     def enough(self, token: int, armed: str, base: float, cost: float) -> bool:
@@ -64,12 +67,15 @@ class Drafts:
         drafted yet: whether drafts cannot pay.
         """
         self.fed.append((token, armed))
-        self.base, self.cost = base, cost
-        mean = sum(self.right) / sum(self.seen)
+        self.cost, mean = cost, sum(self.right) / sum(self.seen)
         if not self.classes:
+            self.spent_now = base
             made = accumulate(mean**m for m in range(65))  # by a round of m = 0, 1, .. drafts
             best = max(tokens / (base + m * cost) for m, tokens in enumerate(made))
             self.rate = max(best, self.made / self.spent)
+            if best <= 1:
+                toward = lambda now, first: [x + FORGET * (y - x) for x, y in zip(now, first, strict=True)]
+                self.right, self.seen = toward(self.right, RIGHT), toward(self.seen, SEEN)
             return best <= 1
         return self.chance * mean <= self.rate * cost
 
@@ -89,5 +95,5 @@ class Drafts:
         for i in self.classes[:accepted]:
             self.right[i] += 1
         self.made += accepted + 1
-        self.spent += self.base + len(drafts) * self.cost
+        self.spent += self.spent_now
         return accepted

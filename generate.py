@@ -150,7 +150,7 @@ def run(args) -> int:
     longest, new = max(map(len, ids)), args.max_new_tokens
     sizes = dict(batch=len(ids), max_length=longest + new, new_tokens=new)
     with torch.device("meta"):
-        weights, weights_read = Model(config).weight_bytes(dtype, len(ids))
+        weights, _ = Model(config).weight_bytes(dtype, len(ids))
     check_memory(weights, cache_bytes(config, cfg, dtype=dtype, **sizes), device)
     facts = dict(backend=ops.name, device=str(device), dtype=str(dtype).removeprefix("torch."))
     facts |= dict(seed=args.seed, sampling=asdict(sampling), ckpt=args.ckpt, config=asdict(cfg))
@@ -167,7 +167,7 @@ def run(args) -> int:
     trace = Trace(config, cfg, text.token_text, len(ids), longest + new) if args.trace or args.plot else None
     observe = trace.refreshed if trace else None
     engine = Engine(model, cfg, text.token_text, ops=ops, observe=observe, **sizes)
-    result = answer(args, engine, ids, text, sampling, trace, weights_read) | facts
+    result = answer(args, engine, ids, text, sampling, trace) | facts
     if args.json:
         print(json.dumps(result), flush=True)
     if args.plot:
@@ -175,7 +175,7 @@ def run(args) -> int:
     return 130 if "interrupted" in result["stop_reason"] else 0
 
 
-def answer(args, engine, ids, text, sampling, trace, weights_read: int) -> dict:
+def answer(args, engine, ids, text, sampling, trace) -> dict:
     """Decode all prompts and show the text as it comes, then the report, also where Ctrl-C or a closed
     output broke it off.
     """
@@ -222,7 +222,7 @@ def answer(args, engine, ids, text, sampling, trace, weights_read: int) -> dict:
         "prompt_tokens": [len(prompt) for prompt in ids],
         "new_tokens": screen.new,
         "stop_reason": screen.ends,
-        **counts(tally, engine.model, weights_read, max(screen.new) - 1),
+        **counts(tally, engine.model, len(ids), max(screen.new) - 1),
         "prefill_s": at.get("prefill", 0.0),
         "first_token_s": at.get("first_token"),
         "decode_s": decode_s,

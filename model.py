@@ -268,17 +268,17 @@ def product(x, weight):
 
     PyTorch's own way reads the weight several times for 2 to 32 rows of fp32 (measured: up to 3 times slower
     than the transposed product), and without bf16 instructions its half-precision products run at a fraction
-    of the fp32 ones, so for several rows the weight is widened, a block that fits the cache at a time.
-    """
+    of the fp32 ones, so for several rows the weight is widened, a block that fits the cache at a time.  Rows
+    of zeros are added where more rows are faster: 4 than 3, multiples of 8 than others from 6 on."""
     rows, narrow = x.numel() // x.shape[-1], x.dtype != torch.float32 and not CPU_HAS_BF16
     if x.device.type != "cpu" or rows < (4 if narrow else 2) or (rows > 32 and not narrow):
         return F.linear(x, weight)
-    flat = x.reshape(rows, -1).float()
+    more = -rows % 8 if 5 < rows <= 32 else rows == 3
+    flat = F.pad(x.reshape(rows, -1).float(), (0, 0, 0, more))
     by_rows = lambda w: (w @ flat.T).T if rows <= 32 else F.linear(flat, w)
-    if not narrow:
-        return by_rows(weight).view(*x.shape[:-1], -1)
-    blocks = weight.split(max(2**20 // weight.shape[1], 1))
-    return torch.cat([by_rows(w.float()) for w in blocks], dim=1).to(x.dtype).view(*x.shape[:-1], -1)
+    blocks = weight.split(max(2**20 // weight.shape[1], 1)) if narrow else [weight]
+    out = torch.cat([by_rows(w.float()) for w in blocks], dim=1) if narrow else by_rows(weight)
+    return out[:rows].to(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 class Linear(nn.Linear):
@@ -436,21 +436,25 @@ def score(q, K, scores, block=2048):
     """scores (K, R, n) fp32, written in place: q.k / sqrt(D) of q (K, R, D) with K (K, n, D).
 
     In blocks: what a product reads, widened to fp32 where it is narrower, then comes from the processor's
-    cache.  Which factor comes first is what was fastest on a CPU: the long one as it lies, the short one if
-    it was widened.
+    cache.  Which factor comes first is what was fastest on a CPU: the long one as it lies if the other has
+    up to 4 rows, else the short one.
     """
     q, wide = q.float(), widener(K, block)
-    dots = (lambda keys: (keys @ q.mT).mT) if K.dtype == torch.float32 else lambda keys: q @ wide(keys).mT
+    as_it_lies = K.dtype == torch.float32 and q.shape[1] <= 4
+    dots = (lambda keys: (keys @ q.mT).mT) if as_it_lies else lambda keys: q @ wide(keys).mT
     for part, keys in zip(scores.split(block, dim=2), K.split(block, dim=1), strict=True):
         torch.mul(dots(keys), K.shape[-1] ** -0.5, out=part)  # (K, R, block)
 
 
 def weigh(p, V, block=2048):
     """sum_j p_j v_j in fp32, (K, R, D), of weights p (K, R, n) fp32 and V (K, n, D), in blocks as `score`."""
-    out, wide = torch.zeros((*p.shape[:2], V.shape[2]), device=p.device), widener(V, block)
+    R, wide = p.shape[1], widener(V, block)
+    if V.dtype == torch.float32 and R in (2, 3):  # slower than 4
+        p = F.pad(p, (0, 0, 0, 4 - R))
+    out = torch.zeros((*p.shape[:2], V.shape[2]), device=p.device)
     for weights, values in zip(p.split(block, dim=2), V.split(block, dim=1), strict=True):
         out.baddbmm_(weights, wide(values))
-    return out
+    return out[:, :R]
 
 
 def widener(cache, block):
@@ -493,7 +497,7 @@ def attend(q, K, V, start, length, scores=None):
             recent.masked_fill_(
                 torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1).repeat(G, 1), -torch.inf
             )
-            few = max(2**22 // (G * T * n), 2)  # heads at a time: fresh memory comes slowly from 32 MB on
+            few = max(2**20 // (G * T * n), torch.get_num_threads())  # heads at a time: fresh memory is slow
             parts = zip(scores[b, ..., :n].split(few), values.split(few), strict=True)
             o = torch.cat([weigh(s.softmax(-1), v) for s, v in parts])
             recent.copy_(whole)

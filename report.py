@@ -101,7 +101,7 @@ class Tally:
     """Counts over a run, after the prefill; a row-step is one row's part in a step."""
 
     reasons: Counter = field(default_factory=Counter)  # row-steps by reason, "fast" among them
-    passes: int = 0  # forward passes, each of which reads the weights
+    passes: Counter = field(default_factory=Counter)  # forward passes by their tokens, all rows together
     visible: int = 0  # tokens attended to, summed over row-steps
     fast_visible: int = 0  # the same over fast row-steps alone
     fast_dense: int = 0  # what dense decoding would have attended to in those
@@ -118,7 +118,8 @@ class Tally:
             for tokens, p in zip(step.tokens, step.parts, strict=True)
             if p.reason not in ("prefill", "ended")
         ]
-        self.passes += any(not p.drafted for _, p in parts) + sum(p.drafted > 0 for _, p in parts)
+        self.passes[len(step.parts)] += any(not p.drafted for _, p in parts)
+        self.passes.update(p.drafted + 1 for _, p in parts if p.drafted)  # each check is a pass of its own
         for tokens, part in parts:
             self.reasons[part.reason] += 1
             self.visible += part.visible
@@ -137,13 +138,14 @@ class Tally:
         return sum(self.reasons[reason] for reason in SLOW_REASONS)
 
 
-def counts(tally: Tally, model: Model, weights: int, dense_steps: int) -> dict:
-    """What the steps after the prefill did and read, in bytes: `weights` of them weights in every pass.
-    Dense decoding would have made dense_steps steps.
+def counts(tally: Tally, model: Model, batch: int, dense_steps: int) -> dict:
+    """What the steps after the prefill did and read, in bytes; dense decoding would have made dense_steps
+    steps of `batch` rows.
     """
-    token = model.config.kv_bytes(model.dtype)
+    token, weights_of = model.config.kv_bytes(model.dtype), lambda n: model.weight_bytes(model.dtype, n)[1]
     steps, read, dense = tally.slow + tally.fast, (tally.visible + tally.copied) * token, tally.dense * token
-    weights_dense, weights = max(dense_steps, 0) * weights, tally.passes * weights
+    weights = sum(n * weights_of(tokens) for tokens, n in tally.passes.items())
+    weights_dense = max(dense_steps, 0) * weights_of(batch)
     return {
         "slow_steps": tally.slow,
         "fast_steps": tally.fast,
@@ -207,8 +209,11 @@ def cannot_pay(r: dict, cfg: SFIConfig) -> str | None:
     if cfg.policy == "dense" or r["byte_speedup"] >= 1.1:
         return None
     if cfg.exact:
-        did = f"{r['accepted']} of {r['drafted']} drafts were right" if fast else "drafts would cost too much"
-        return f"exact mode cannot pay here: {did}; it gains from longer prompts and a larger --n-select"
+        did, more = "drafts would cost too much", "longer prompts"
+        if fast:
+            did = f"{r['accepted']} of {r['drafted']} drafts were right"
+            more += " and a larger --n-select"
+        return f"exact mode cannot pay here: {did}; it gains from {more}"
     if fast < 2 * r["slow_steps"] or fast < cfg.min_gap:
         few = f"{fast} of {steps} steps were fast, which does not repay choosing the memory"
         return f"SFI cannot pay here: {few}; it gains from longer answers"

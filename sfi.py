@@ -227,7 +227,9 @@ class Engine:
         self.past = torch.zeros(shape, dtype=torch.float32, device=model.device)  # see `selector.follow`
         self.schedule = ops.schedule(model.config.num_hidden_layers)
         self.last = None  # what the last pass was given
-        self.weights = model.weight_bytes(model.dtype, batch)[1] / batch  # that a row reads in a step
+        read = lambda tokens: model.weight_bytes(model.dtype, tokens)[1]
+        self.weights = read(batch) / batch  # bytes that a step reads for a row
+        self.weights_alone, self.weights_further = read(1), read(2) - read(1)  # a pass of one row; its tokens
         # Experts are chosen on the host, so a pass through them cannot be captured.
         self.capture, self.captured = None if model.config.num_experts else ops.capture, None
         self.rows = [Row() for _ in range(batch)]
@@ -549,19 +551,22 @@ class Engine:
         return self.cfg.n_sink + self.cfg.budget + part.visible - self._high(part)
 
     def _costs(self, row: Row) -> tuple[float, float]:
-        """b and f + c of `exact.py`: a pass of one token, and a draft with its place in a pass, in dense
-        steps.
+        """b and f + c of `exact.py`: a pass of one token, and one more draft with its place in a pass, in
+        dense steps.  A row shares fast and dense steps with its batch, but its passes are its own, and of a
+        mixture of experts every token may read others.
         """
         kind = self.model.device.type
         widened = kind == "cpu" and self.model.dtype != torch.float32 and not CPU_HAS_BF16
         base, further = PASS["narrow " * widened + kind]
+        cached = self.model.config.kv_bytes(self.model.dtype)
+        memory = row.memory or self.cfg.n_sink + self.cfg.budget + self.cfg.n_recent
+        dense = self.weights + row.length * cached  # bytes of a step
+        alone = (self.weights_alone + row.length * cached) / dense
         if (cost := self.cfg.draft_cost) is None:
-            kv = self.model.config.kv_bytes(self.model.dtype)
-            memory = row.memory or self.cfg.n_sink + self.cfg.budget + self.cfg.n_recent
-            fast = (self.weights + memory * kv) / (self.weights + row.length * kv)
-            many = row.since + 2 > self.cfg.n_evidence  # then attention and scores are computed apart
-            cost = fast + further * (1 + many)
-        return base, cost
+            cost = (self.weights + memory * cached + self.weights_further) / dense + further * alone
+            if kind == "cpu" and row.since + 2 > self.cfg.n_evidence:
+                cost = math.inf  # attention and scores would be computed apart
+        return base * alone, cost
 
     def _finish(self, row: Row, part: Part) -> Part:
         """Book a pass into the row's state."""
