@@ -68,8 +68,8 @@ def measure(bench, engine: Drawn, drawn, story: list[int], rounds: int) -> dict:
     """Time so many rounds of a row that was just filled, and a dense step in each; milliseconds."""
     model, context = engine.model, engine.rows[0].length
     engine.draw(*drawn, story)
-    times, seen, made, token = {"dense": [], "fast": [], "pass": []}, [], 0, story[0]
-    drafted = accepted = 0
+    times, seen, token, drafted = {"dense": [], "fast": [], "pass": []}, [], story[0], 0
+    made, spent = [], []  # by every round: tokens, seconds
 
     def step():
         nonlocal token, parts, certain
@@ -88,9 +88,10 @@ def measure(bench, engine: Drawn, drawn, story: list[int], rounds: int) -> dict:
         times["dense"].append(dense)
         times["fast"] += took[:-1]
         times["pass"].append(took[-1])
-        made += engine.expected
-        drafted, accepted = drafted + parts[0].drafted, accepted + parts[0].accepted
-    total = sum(times["fast"]) + sum(times["pass"])
+        made.append(engine.expected)
+        spent.append(sum(took))
+        drafted += parts[0].drafted
+    by_round = list(zip(made, spent, times["dense"], strict=True))
     median = {f"{name}_ms": 1e3 * statistics.median(t) if t else None for name, t in times.items()}
     weights, kv = engine.weights, model.config.kv_bytes(model.dtype)
     bytes_ = (drafted + rounds) * weights + (sum(seen) + rounds * context) * kv
@@ -98,10 +99,10 @@ def measure(bench, engine: Drawn, drawn, story: list[int], rounds: int) -> dict:
         "context": context,
         **median,
         "drafts_per_pass": drafted / rounds,
-        "tokens_per_pass": made / rounds,
-        "ms_per_token": 1e3 * total / made,
-        "speedup": made * statistics.median(times["dense"]) / total,
-        "byte_speedup": made * (weights + context * kv) / bytes_,
+        "tokens_per_pass": sum(made) / rounds,
+        "ms_per_token": 1e3 * statistics.median(s / n for n, s, _ in by_round),
+        "speedup": statistics.median(n * d / s for n, s, d in by_round),
+        "byte_speedup": sum(made) * (weights + context * kv) / bytes_,
         "quartiles_ms": {
             name: [round(1e3 * q, 1) for q in statistics.quantiles(t, n=4)]
             for name, t in times.items()

@@ -54,7 +54,7 @@ class SFIConfig:
     selector: str = option("follow", "how tokens are selected", SELECTORS)
     steps: tuple[str, ...] | None = option(None, "selector steps to run, such as past,heads; none given: all")
     fusion: str = option("arithmetic", "how selector `paper` joins evidence and prior", tuple(FUSIONS))
-    exact: bool = option(False, "fast steps draft, slow steps check: the tokens of dense decoding")
+    exact: bool = option(False, "fast steps draft, slow steps check: the tokens of dense decoding in float32")
     draft_cost: float | None = option(
         None, "exact: what one more draft costs, in dense steps; none given: by bytes; 0: long drafts"
     )
