@@ -91,7 +91,6 @@ def measure(bench, engine: Drawn, drawn, story: list[int], rounds: int) -> dict:
         made.append(engine.expected)
         spent.append(sum(took))
         drafted += parts[0].drafted
-    by_round = list(zip(made, spent, times["dense"], strict=True))
     median = {f"{name}_ms": 1e3 * statistics.median(t) if t else None for name, t in times.items()}
     weights, kv = engine.weights, model.config.kv_bytes(model.dtype)
     bytes_ = (drafted + rounds) * weights + (sum(seen) + rounds * context) * kv
@@ -100,14 +99,15 @@ def measure(bench, engine: Drawn, drawn, story: list[int], rounds: int) -> dict:
         **median,
         "drafts_per_pass": drafted / rounds,
         "tokens_per_pass": sum(made) / rounds,
-        "ms_per_token": 1e3 * statistics.median(s / n for n, s, _ in by_round),
-        "speedup": statistics.median(n * d / s for n, s, d in by_round),
+        "ms_per_token": 1e3 * sum(spent) / sum(made),
+        "speedup": sum(made) * statistics.median(times["dense"]) / sum(spent),
         "byte_speedup": sum(made) * (weights + context * kv) / bytes_,
         "quartiles_ms": {
             name: [round(1e3 * q, 1) for q in statistics.quantiles(t, n=4)]
             for name, t in times.items()
             if len(t) > 1
         },
+        "rounds": [(round(n, 2), round(1e3 * s)) for n, s in zip(made, spent, strict=True)],  # tokens, ms
     }
 
 

@@ -497,9 +497,10 @@ def attend(q, K, V, start, length, scores=None):
             recent.masked_fill_(
                 torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1).repeat(G, 1), -torch.inf
             )
-            few = max(2**20 // (G * T * n), torch.get_num_threads())  # heads at a time: fresh memory is slow
+            few = min(max(2**20 // (G * T * n), torch.get_num_threads()), n_kv)  # heads at a time, in one
+            room = torch.empty((few, G * T, n), device=q.device)  # room: fresh memory comes slowly
             parts = zip(scores[b, ..., :n].split(few), values.split(few), strict=True)
-            o = torch.cat([weigh(s.softmax(-1), v) for s, v in parts])
+            o = torch.cat([weigh(torch.softmax(s, -1, out=room[: len(s)]), v) for s, v in parts])
             recent.copy_(whole)
         else:
             mask = None  # (G * T, n)

@@ -79,8 +79,8 @@ def top_n(score, n):
 
 def evidence(scores):
     """Mean and maximum over the rows, (K, M) each, of p = softmax of scores (K, R, M) over the candidates."""
-    few = max(2**20 // scores[0].numel(), 1)  # heads at a time: fresh memory is slow
-    p = (part.float().softmax(-1) for part in scores.split(few))
+    room = torch.empty((1, *scores.shape[1:]), device=scores.device)  # for a head: fresh memory comes slowly
+    p = (torch.softmax(head, -1, torch.float32, out=room) for head in scores.split(1))
     mean, peak = zip(*((part.mean(1), part.amax(1)) for part in p), strict=True)
     return torch.cat(mean), torch.cat(peak)
 
