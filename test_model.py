@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from conftest import BASE, dense_logits, edit_config, load_folder, make_checkpoint, transformers_model
 from loading import load
-from model import KVCache, Model, ModelConfig, attend, inverse_frequencies, with_yarn
+from model import KVCache, Model, ModelConfig, attend, inverse_frequencies, product, with_yarn
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
@@ -382,3 +382,18 @@ def test_cache_holds_kv_heads_of_the_tokens_asked_for():
     cache = KVCache(config, 3, 50, torch.bfloat16, "cpu")
     assert cache.k.shape == cache.v.shape == (2, 3, 2, 50, 16)
     assert cache.k.nbytes + cache.v.nbytes == 3 * 50 * config.kv_bytes(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "dtype, within", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
+)
+def test_product(dtype, within):
+    """Every way that it takes: rows padded or not, the weight as it is or widened in two blocks."""
+    torch.manual_seed(0)
+    weight = torch.randn(1100, 1024).to(dtype) / 32
+    for rows in [*range(1, 18), 31, 32, 33]:
+        x = torch.randn(rows, 1, 1024).to(dtype)
+        out = product(x, weight)
+        assert out.shape == (rows, 1, 1100) and out.dtype == dtype
+        want = x.double() @ weight.double().T
+        torch.testing.assert_close(out.double(), want, atol=within, rtol=within)
