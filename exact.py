@@ -32,6 +32,7 @@ SEEN = (2.0, 1.7, 2.8, 3.9, 5.1, 8.5)
 RIGHT = tuple(n * chance for n, chance in zip(SEEN, (0.73, 0.88, 0.94, 0.97, 0.995, 0.999), strict=True))
 # b and c: measured on a CPU, where it has to widen what it reads ("narrow") too; on a GPU an estimate.
 PASS = {"cpu": (1.35, 0.12), "narrow cpu": (2.0, 0.2), "cuda": (1.05, 0.01)}
+APART = 1.6  # dense steps more on a CPU, once a pass has more tokens than evidence: scores are computed apart
 FORGET = 1 / 256  # of what was seen, with each dense step that no draft preceded
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from exact import PASS, Drafts
+from exact import APART, PASS, Drafts
 from memory import REFERENCE
 from model import CPU_HAS_BF16, KVCache, Model, ModelConfig, yarn_for
 from sampling import GREEDY, noisy
@@ -565,7 +565,7 @@ class Engine:
         if (cost := self.cfg.draft_cost) is None:
             cost = (self.weights + memory * cached + self.weights_further) / dense + further * alone
             if kind == "cpu" and row.since + 2 > self.cfg.n_evidence:
-                cost = math.inf  # attention and scores would be computed apart
+                cost += APART
         return base * alone, cost
 
     def _finish(self, row: Row, part: Part) -> Part:

@@ -1,7 +1,6 @@
 """Exact mode: dense decoding's tokens, no trace of wrong drafts, and drafts as long as they pay."""
 
 import json
-import math
 import random
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ import torch
 import exactness
 from conftest import SMALL as FLAGS
 from conftest import run as command
-from exact import PASS, RIGHT, SEEN, Drafts
+from exact import APART, PASS, RIGHT, SEEN, Drafts
 from report import Tally
 from sampling import GREEDY, Sampling
 from sfi import Engine, Row, SFIConfig, advance, decode
@@ -224,7 +223,7 @@ def test_prices_by_bytes(tiny, batch):
     row.since = cfg.n_evidence - 2  # one more draft and the pass has n_evidence tokens
     assert engine._costs(row)[1] < 1
     row.since += 1
-    assert engine._costs(row) == (pytest.approx(base), math.inf)
+    assert engine._costs(row) == pytest.approx((base, fast / dense + further + APART))
     engine.weights_further = 0.1 * dense  # as if every token needed experts of its own
     row.since = 0
     assert engine._costs(row)[1] == pytest.approx(fast / dense + further + 0.1)
@@ -233,6 +232,8 @@ def test_prices_by_bytes(tiny, batch):
     assert got == decoded(tiny, DENSE, prompts, 30)[0]
     assert counted(steps).drafted > 0
     assert max(part.drafted for step in steps for part in step.parts) < cfg.n_evidence
+    got, steps, _ = decoded(tiny, replace(cfg, n_evidence=1), prompts, 10)  # a draft would cost too much
+    assert not counted(steps).drafted and got == decoded(tiny, DENSE, prompts, 10)[0]
 
 
 def test_a_dense_row_tries_again():
