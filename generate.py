@@ -20,8 +20,8 @@ if __name__ == "__main__":  # Ctrl-C while torch is being imported: an end witho
 import torch
 from tqdm import tqdm
 
-import checkpoints
-from checks import (
+from command import checkpoints
+from command.checks import (
     check_memory,
     check_output,
     check_plot,
@@ -30,13 +30,13 @@ from checks import (
     choose_dtype,
     read_prompts,
 )
-from loading import load, read_json
+from command.loading import load, read_json
+from command.report import DIM, Clock, Screen, Tally, counts, paint, report
+from command.text import Text
+from command.tracing import Trace, plot
 from model import DTYPES, Model, ModelConfig, with_yarn
-from report import DIM, Clock, Screen, Tally, counts, paint, report
 from sampling import Sampling
 from sfi import BACKENDS, Engine, SFIConfig, cache_bytes, check_lengths, decode
-from text import Text
-from tracing import Trace, plot
 
 EXAMPLES = """examples:
   python generate.py

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import BASE, dense_logits
+from command.report import Tally
 from memory import append, rebuild
 from model import KVCache, ModelConfig, with_yarn
-from report import Tally
 from sampling import Sampling
 from selector import select, select_row
 from sfi import (
@@ -23,6 +22,7 @@ from sfi import (
     check_lengths,
     decode,
 )
+from tests.conftest import BASE, dense_logits
 
 SMALL = SFIConfig(n_sink=2, n_select=10, n_recent=8, align=4, min_gap=3, max_interval=7, n_evidence=5)
 WORDS = [

@@ -7,8 +7,8 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from conftest import SHARED, TEMPLATE, byte_tokenizer
-from text import BREAK, Stream, Text
+from command.text import BREAK, Stream, Text
+from tests.conftest import SHARED, TEMPLATE, byte_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ import random
 import pytest
 import torch
 
-import exactness
-import story
-from conftest import transformers_model
+from command import story
+from command.report import Tally
+from command.text import Text
 from model import ModelConfig
-from report import Tally
 from sampling import Sampling
 from sfi import Engine, SFIConfig, Step, decode
-from text import Text
+from study import exactness
+from tests.conftest import transformers_model
 
 DENSE = SFIConfig(policy="dense")
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from command.text import Stream
 from model import Model
 from sfi import SLOW_REASONS, SFIConfig, Step
-from text import Stream
 
 BOLD, DIM, SLOW = "\x1b[1m", "\x1b[2m", "\x1b[36m"
 ENDS = {"stop": "end token", "length": "length limit", "interrupted": "Ctrl-C", "closed": "closed output"}

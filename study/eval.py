@@ -1,6 +1,6 @@
 """Quality: what Slow-Fast Inference keeps of dense decoding, on a real model.
 
-    python eval.py --task continue keys --samples 100 --share 0.125
+    python -m study.eval --task continue keys --samples 100 --share 0.125
 
 Every prompt is prefilled once; each row of the comparison, a policy with a selector at one budget, continues
 from a copy of that cache.  The budget is the share of the context that a fast step sees right after the
@@ -22,15 +22,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import checkpoints
-import story
+from command import checkpoints, story
+from command.loading import load, read_json
+from command.text import Text
+from command.tracing import Trace
 from generate import Parser
-from loading import load, read_json
 from model import DTYPES, ModelConfig
 from selector import STEPS
 from sfi import Engine, SFIConfig
-from text import Text
-from tracing import Trace
 
 DENSE = SFIConfig(policy="dense")
 TAIL = 32  # tokens of the prompt that every row prefills itself: the evidence, and the refresh

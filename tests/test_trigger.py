@@ -2,9 +2,9 @@
 
 import pytest
 
-from conftest import SHARED
+from command.text import Text
 from sfi import advance
-from text import Text
+from tests.conftest import SHARED
 
 # SmolLM2 has no token for these characters: 他 comes in bytes, the first of which fires, and the bytes of ？
 # are no ender.

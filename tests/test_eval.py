@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import eval as quality
-import stability
-from conftest import load_folder
-from eval import (
+from command.text import Text
+from sfi import SFIConfig
+from study import eval as quality
+from study import stability
+from study.eval import (
     SELECTORS,
     Bench,
     continue_sample,
@@ -24,9 +25,8 @@ from eval import (
     summary,
     words,
 )
-from sfi import SFIConfig
-from test_sfi import dense_logits
-from text import Text
+from tests.conftest import load_folder
+from tests.test_engine import dense_logits
 
 ALL = ("sentence", "fixed", "never", "window")
 

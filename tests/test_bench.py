@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import bench
-import bench_exact
 from memory import REFERENCE
 from model import attend
 from sfi import SFIConfig
-from test_sfi import SMALL, token_text
+from study import bench, bench_exact
+from tests.test_engine import SMALL, token_text
 
 
 def test_gathering_by_index_equals_reading_a_packed_block():
@@ -83,7 +82,7 @@ def test_too_small_a_benchmark_is_refused(capsys):
 def test_the_check_for_gpus_on_toy_sizes(capsys):
     """All of `bench.py --check` in Triton's interpreter: it must find nothing wrong, and time every row."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    import gpu_check
+    from study import gpu_check
 
     tiny = dict(vocab_size=97, hidden_size=48, intermediate_size=32, num_hidden_layers=1)
     tiny |= dict(num_attention_heads=3, num_key_value_heads=3, head_dim=16)

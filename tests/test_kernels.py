@@ -18,10 +18,10 @@ import memory
 import model
 import selector
 import sfi
-from checks import choose_backend
-from conftest import HERE, load_folder, make_checkpoint, run
+from command.checks import choose_backend
 from memory import REFERENCE
-from test_sfi import CONFIGS, SMALL, prompt, token_text
+from tests.conftest import HERE, load_folder, make_checkpoint, run
+from tests.test_engine import CONFIGS, SMALL, prompt, token_text
 
 kernels = pytest.importorskip("kernels", reason="Triton is not installed", exc_type=ImportError)
 selector_kernels = pytest.importorskip("selector_kernels", reason="Triton is not installed")
@@ -407,7 +407,7 @@ def test_backend_is_chosen_once_and_said(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="unset it"):
         choose_backend("triton", CUDA, SMALL)
-    monkeypatch.setattr("checks.find_spec", lambda name: None)
+    monkeypatch.setattr("command.checks.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="Triton is not installed"):
         choose_backend("triton", CUDA, SMALL)
     assert choose_backend("auto", CUDA, SMALL) is REFERENCE

@@ -1,6 +1,6 @@
 """What a decode step costs: dense, fast and slow steps and the whole loop, against what bytes alone allow.
 
-    python bench.py --contexts 8192 32768 --batches 1 4 --dtype bfloat16 --out results/bench
+    python -m study.bench --contexts 8192 32768 --batches 1 4 --dtype bfloat16 --out study/results/bench
 
 The model has Qwen3-0.6B's size with random weights, and the cache is random too: fine for seconds,
 meaningless as text.  The schedule is real: the trigger reads the built-in text, token by token, because
@@ -22,14 +22,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import bench_exact
-import checkpoints
-import story
-from checks import check_memory, choose_backend, choose_device, choose_dtype
+from command import checkpoints, story
+from command.checks import check_memory, choose_backend, choose_device, choose_dtype
+from command.text import Text
 from generate import Parser
 from model import DTYPES, Model, ModelConfig, inverse_frequencies
 from sfi import BACKENDS, Engine, SFIConfig, cache_bytes
-from text import Text
+from study import bench_exact
 
 QWEN3_06B = {
     "model_type": "qwen3",
@@ -325,7 +324,7 @@ def main(argv=None):
     except (ValueError, OSError) as e:
         p.error(str(e))
     if args.check:
-        import gpu_check
+        from study import gpu_check
 
         result = gpu_check.main(device, sys.modules[__name__]) | {"commit": commit()}
         if args.out:

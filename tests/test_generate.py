@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 import generate
 import sfi
-import story
-from conftest import HERE, SMALL, byte_tokenizer, command, edit_config, run
-from report import Screen
+from command import story
+from command.report import Screen
+from command.text import Text
 from sampling import Sampling
 from sfi import SFIConfig
-from text import Text
+from tests.conftest import HERE, SMALL, byte_tokenizer, command, edit_config, run
 
 KEYS = {"text", "prompt_tokens", "new_tokens", "stop_reason", "slow_steps", "fast_steps", "slow_reasons"}
 KEYS |= {

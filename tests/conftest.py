@@ -16,13 +16,13 @@ import pytest
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-import checkpoints
 import generate
-from loading import load, read_json
+from command import checkpoints
+from command.loading import load, read_json
+from command.text import Text
 from model import KVCache, ModelConfig, attend
-from text import Text
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent.parent  # the project
 SHARED = HERE.parent / "shared"
 # Every dimension differs from every other, so that a swapped axis cannot hide.
 SIZES = dict(

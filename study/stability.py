@@ -1,6 +1,6 @@
 """Is what attention uses stable within a sentence?  Overlap of its top tokens over distance, on a real model.
 
-    python stability.py --text novel.txt --samples 20 --out results/stability
+    python -m study.stability --text novel.txt --samples 20 --out study/results/stability
 
 The paper's premise (arXiv 2603.12038), measured: for every layer and KV head the `--top` old tokens with the
 largest dense attention of one query are compared with those of a later query, `distance` tokens on, in the
@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import checkpoints
-from eval import check_trained, interval, samples
+from command import checkpoints
+from command.loading import load, read_json
+from command.text import Text
 from generate import Parser
-from loading import load, read_json
 from model import ModelConfig
 from sfi import Engine, SFIConfig, advance
-from text import Text
+from study.eval import check_trained, interval, samples
 
 DISTANCES = ((1, 1), (2, 4), (5, 8), (9, 16), (17, 32), (33, 64))
 PLACES = ("same sentence", "next sentence", "later sentence")

@@ -1,6 +1,6 @@
 """Exact mode on a real model: are its tokens dense decoding's, and how many drafts are right?
 
-    python exactness.py --prompts 40 --out results/exact_float32.json
+    python -m study.exactness --prompts 40 --out study/results/exact_float32.json
 
 Prompts of five kinds, 500 to 6,000 tokens, one budget N each in turn, greedy and sampled.  Drafts are taken
 to cost what they do at --draft-cost, since at this model's size, and at these lengths, they would not pay.
@@ -14,21 +14,21 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import checkpoints
-from bench import commit
-from eval import DENSE, Bench, filler, needle
+from command import checkpoints
+from command.loading import load, read_json
+from command.report import Tally
+from command.text import Text
 from exact import LEADS, Drafts
 from generate import Parser
-from loading import load, read_json
 from model import DTYPES, ModelConfig
-from report import Tally
 from sampling import GREEDY, Sampling, noisy
 from sfi import Engine, SFIConfig, decode
-from text import Text
+from study.bench import commit
+from study.eval import DENSE, Bench, filler, needle
 
 KINDS = ("continuation", "key", "list", "code", "chat")
 TIE = 1e-3  # logits
-SOURCES = ("model.py", "sfi.py", "selector.py", "generate.py", "eval.py")
+SOURCES = ("model.py", "sfi.py", "selector.py", "generate.py", "study/eval.py")
 
 
 def prompt(kind: str, i: int, text: Text) -> list[int]:
@@ -38,7 +38,7 @@ def prompt(kind: str, i: int, text: Text) -> list[int]:
     if kind == "key":
         return needle("free", rng, text, tokens)[0]
     if kind == "code":
-        source = Path(__file__).with_name(rng.choice(SOURCES)).read_text(encoding="utf-8")
+        source = (Path(__file__).parent.parent / rng.choice(SOURCES)).read_text(encoding="utf-8")
         return text.encode(source)[:tokens]
     prose = "\n\n".join(filler(rng, text, tokens - 60))
     if kind == "continuation":

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import BASE, dense_logits, edit_config, load_folder, make_checkpoint, transformers_model
-from loading import load
+from command.loading import load
 from model import KVCache, Model, ModelConfig, attend, inverse_frequencies, product, with_yarn
+from tests.conftest import BASE, dense_logits, edit_config, load_folder, make_checkpoint, transformers_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-import story
+from command import story
 from memory import REFERENCE, Ops
 from model import CPU_HAS_BF16, DTYPES
 from sfi import SFIConfig

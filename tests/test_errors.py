@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import checks
 import generate
 import sfi
-from conftest import HERE, SMALL, byte_tokenizer, command, edit_config, run
-from loading import read_json
+from command import checks
+from command.loading import read_json
+from command.text import Text
 from model import ModelConfig
 from sampling import Sampling
 from sfi import SFIConfig, cache_bytes
-from text import Text
+from tests.conftest import HERE, SMALL, byte_tokenizer, command, edit_config, run
 
 FILES = {
     "empty.txt": b"",

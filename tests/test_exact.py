@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-import exactness
-from conftest import SMALL as FLAGS
-from conftest import run as command
+from command.report import Tally
 from exact import APART, PASS, RIGHT, SEEN, Drafts
-from report import Tally
 from sampling import GREEDY, Sampling
 from sfi import Engine, Row, SFIConfig, advance, decode
-from test_sfi import SMALL, prompt, token_text
+from study import exactness
+from tests.conftest import SMALL as FLAGS
+from tests.conftest import run as command
+from tests.test_engine import SMALL, prompt, token_text
 
 EXACT = replace(SMALL, exact=True, draft_cost=0.0)
 DENSE = SFIConfig(policy="dense")

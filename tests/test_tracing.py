@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from report import Tally
+from command.report import Tally
+from command.tracing import BINS, Trace, attention, plot
 from sampling import Sampling
 from sfi import Engine, SFIConfig, decode
-from test_sfi import SMALL, prompt, token_text
-from tracing import BINS, Trace, attention, plot
+from tests.test_engine import SMALL, prompt, token_text
 
 
 def traced(model, cfg, prompts, new, **settings):

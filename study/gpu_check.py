@@ -16,8 +16,8 @@ import torch.nn.functional as F
 import memory
 import model
 import selector
-import story
-from checks import check_memory
+from command import story
+from command.checks import check_memory
 from memory import REFERENCE
 from model import ModelConfig
 from sfi import Engine, SFIConfig, cache_bytes
