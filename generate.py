@@ -1,13 +1,12 @@
 """The command: answer a question about a long text, most steps fast.
 
-Text streams to stdout; everything else goes to stderr.  Read before: `sfi.py`, `text.py`, `report.py`.
+Text streams to stdout; everything else goes to stderr.  What it needs beside the method lies in `command/`.
+Read before: `sfi.py`.
 """
 
-import argparse
 import json
 import os
 import signal
-import statistics
 import sys
 import time
 from contextlib import nullcontext
@@ -21,22 +20,25 @@ import torch
 from tqdm import tqdm
 
 from command import checkpoints
-from command.checks import (
+from command.checks import check_lengths, check_output, check_plot, read_prompts, where_not_finite
+from command.config import read_config, sampling_settings, with_yarn
+from command.loading import load
+from command.machine import (
+    BACKENDS,
+    cache_bytes,
     check_memory,
-    check_output,
-    check_plot,
     choose_backend,
     choose_device,
     choose_dtype,
-    read_prompts,
 )
-from command.loading import load, read_json
-from command.report import DIM, Clock, Screen, Tally, counts, paint, report
+from command.parser import Parser
+from command.report import DIM, Screen, Tally, counts, paint, report
 from command.text import Text
+from command.timing import Clock, dense_seconds
 from command.tracing import Trace, plot
-from model import DTYPES, Model, ModelConfig, with_yarn
+from model import DTYPES, Model, NotFinite
 from sampling import Sampling
-from sfi import BACKENDS, Engine, SFIConfig, cache_bytes, check_lengths, decode
+from sfi import Engine, SFIConfig, decode
 
 EXAMPLES = """examples:
   python generate.py
@@ -50,26 +52,7 @@ BUILT_IN = "the built-in text"
 PICTURES = (".png", ".svg", ".pdf")
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that shows defaults, refuses abbreviations and reports errors in one line."""
-
-    def __init__(self, prog, description, epilog=None):
-        super().__init__(
-            prog, description=description, epilog=epilog, formatter_class=Help, allow_abbrev=False
-        )
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; see --help\n")
-
-
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    def _get_help_string(self, action):
-        """The help text, with its default where there is one worth showing."""
-        plain = action.default is None or action.default is False
-        return action.help if plain else super()._get_help_string(action)
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     p = Parser("generate.py", "Answer a question about a long text, most steps fast.", EXAMPLES)
     number, share = dict(type=int, metavar="N"), dict(type=float, metavar="P")
     flag = dict(action="store_true")
@@ -97,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     dtypes = ["auto", *DTYPES]
     add("--dtype", choices=dtypes, default="auto", help="auto: bfloat16 where the processor has it")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
-    add("--backend", choices=BACKENDS, default="auto", help="auto: triton on cuda, else reference")
+    add("--backend", choices=["auto", *BACKENDS], default="auto", help="auto: triton on cuda, else cpu")
     add("--yarn", type=float, metavar="FACTOR", help="stretch the positions; 4 makes Qwen3's 131072")
 
     add = p.add_argument_group("method").add_argument
@@ -136,10 +119,10 @@ def run(args) -> int:
     check_plot(args.plot)
     prompts = read_prompts(args)
     folder = checkpoints.resolve(args.ckpt, weights=False, quiet=args.quiet)
-    config = ModelConfig.from_dict(read_json(folder / "config.json"))
+    config = read_config(folder)
     config = with_yarn(config, args.yarn) if args.yarn is not None else config
     text = Text(folder)
-    sampling = Sampling.of(text.generation_config, **given)
+    sampling = sampling_settings(text.generation_config, **given)
     chat = lambda prompt: text.encode(text.chat(prompt, args.system, not args.no_thinking))
     ids = [text.encode(prompt, special=True) if args.raw else chat(prompt) for prompt in prompts]
     if (largest := max((i for row in ids for i in row), default=0)) >= config.vocab_size:
@@ -196,19 +179,21 @@ def answer(args, engine, ids, text, sampling, trace) -> dict:
                 began, now = clock.at.get("end", 0.0), clock.mark("end")
                 clock.at.setdefault("first_token", now)
                 tally.add(step)
-                if any(step.tokens) and not any(part.reason == "ended" for part in step.parts):
+                if any(step.tokens) and not any(row.reason == "ended" for row in step.rows):
                     full += sum(map(len, step.tokens)) / len(ids)  # tokens a row, while all rows run, which
                     clock.at["full"] = now  # is what a dense step of all rows is compared with
                 for record in trace.step(step, now - began) if trace else ():
                     if lines:
                         print(json.dumps(record), file=lines, flush=True)
-                for b, (tokens, part) in enumerate(zip(step.tokens, step.parts, strict=True)):
+                for b, (tokens, row) in enumerate(zip(step.tokens, step.rows, strict=True)):
                     for i, token in enumerate(tokens):  # of several, the last is the dense pass's own
-                        own = part.refresh and part.reason != "prefill" and i == part.accepted
+                        own = row.refresh and row.reason != "prefill" and i == row.accepted
                         screen.push(b, token, slow=own)
         screen.close(reason)
         if tally.fast and not args.quiet:
             dense_s = dense_seconds(engine, [len(prompt) + int(full / 2) for prompt in ids])
+    except NotFinite:
+        raise ValueError(where_not_finite(engine)) from None
     except KeyboardInterrupt:
         reason = "interrupted"
     except BrokenPipeError:
@@ -233,17 +218,6 @@ def answer(args, engine, ids, text, sampling, trace) -> dict:
     if not args.quiet:
         print(report(result, tally, engine.cfg, names), file=sys.stderr)
     return result
-
-
-def dense_seconds(engine: Engine, lengths: list[int]) -> float:
-    """Median seconds of a dense step at the given lengths: of five, or of as many as a second holds."""
-    engine.dense_step(lengths)
-    times = []
-    while len(times) < 5 and sum(times) < 1:
-        clock = Clock(engine.model.device)
-        engine.dense_step(lengths)
-        times.append(clock.mark("end"))
-    return statistics.median(times)
 
 
 def close_stdout():

@@ -3,31 +3,32 @@
 `triton_ops()` gives an `Ops` for `sfi.Engine`; every function must equal the reference of the same name
 (`append` and `rebuild` in `memory.py`, `attend` in `model.py`, `select` in `selector.py`).  Attention is
 split along the length, in the manner of Flash-Decoding, so that few rows still fill a GPU.  Rows tell by
-`start`, `length` and `high` on the device what they read and whether they are refreshed, so no launch waits
-for the host.
+`start`, `length` and `recent_start` on the device what they read and whether they are refreshed, so no launch
+waits for the host.
 
-Run as a program it compiles every kernel for three GPUs, without one, and prints what each needs.  With
-TRITON_INTERPRET=1 in the environment the kernels run on a CPU, slowly.  Letters: see `model.py`.  Read
-before: `sfi.py`; next: `selector_kernels.py`.
+    a slow step
+    main stream   | append 0, attend 0, mlp 0 | append 1, attend 1, mlp 1 | append 2, attend 2 ... | token
+                                  \\ scores 0                  \\ scores 1                  \\
+    side stream                    | select 0, rebuild 0 |      | select 1, rebuild 1 |      | select 2 ...
+
+    The next step, if it is slow for some row, waits for the event after rebuild 0 before append 0, and so on,
+    layer by layer.  A step that refreshes no row waits for all of them; then it is one CUDA graph, captured
+    once and replayed.
+
+With TRITON_INTERPRET=1 in the environment the kernels run on a CPU, slowly.  `study/compile.py` compiles
+every kernel for three GPUs, without one.  Letters: see `model.py`.  Read before: `sfi.py`; next:
+`selector_kernels.py`.
 """
 
 import math
-import re
-import subprocess
-import sys
 from functools import partial
-from itertools import chain
-from multiprocessing import Pool
-from types import SimpleNamespace
 
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 
 from memory import InLine, Ops
-from selector_kernels import SELECTORS, power_of_2, select
-from sfi import SFIConfig
+from selector_kernels import power_of_2, select
 
 LOG2E = tl.constexpr(math.log2(math.e))
 PROGRAMS = 512  # attention is split until so many programs run, whatever the GPU: the same sums everywhere
@@ -192,13 +193,13 @@ def attend(q, K, V, start, length, scores=None):
 
 @triton.jit
 def rebuild_kernel(
-    K, V, slots, high, length, n_kv, cap, n_sink, N, cache_row, cache_head,
+    K, V, slots, recent_start, length, n_kv, cap, n_sink, N, cache_row, cache_head,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`memory.rebuild`: program (block, b * n_kv + head) copies BLOCK slots of one head's memory."""
     bk = tl.program_id(1).to(tl.int64)
     b, h = bk // n_kv, bk % n_kv
-    first, n = tl.load(high + b), tl.load(length + b)
+    first, n = tl.load(recent_start + b), tl.load(length + b)
     i, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     if first >= 0:
         wanted = i < n_sink + N + n - first
@@ -212,11 +213,11 @@ def rebuild_kernel(
         tl.store(V + target, tl.load(V + source, mask=inside), mask=inside)
 
 
-def rebuild(K, V, slots, cap, n_sink, high, length):
+def rebuild(K, V, slots, cap, n_sink, recent_start, length):
     B, n_kv, _, D = K.shape
     block = 32
     rebuild_kernel[(triton.cdiv(cap, block), B * n_kv)](
-        K, V, slots, high, length, n_kv, cap, n_sink, slots.shape[2], K.stride(0), K.stride(1),
+        K, V, slots, recent_start, length, n_kv, cap, n_sink, slots.shape[2], K.stride(0), K.stride(1),
         D=D, BLOCK_D=power_of_2(D), BLOCK=block,
     )  # fmt: skip
 
@@ -236,12 +237,12 @@ class Overlap:
         self.ring, self.turn = [None, None], 0
         self.read = [None, None]  # after the refresh that reads a buffer of the ring
 
-    def before(self, layer):
+    def wait_for(self, layer):
         if self.done[layer] is not None:
             self.cuda.current_stream().wait_event(self.done[layer])
             self.done[layer] = None
 
-    def room(self, shape, device):
+    def scores_buffer(self, shape, device):
         self.turn, size = 1 - self.turn, math.prod(shape)
         if self.read[self.turn] is not None:
             self.cuda.current_stream().wait_event(self.read[self.turn])
@@ -249,7 +250,7 @@ class Overlap:
             self.ring[self.turn] = torch.empty(size, dtype=torch.float32, device=device)
         return self.ring[self.turn][:size].view(shape)
 
-    def beside(self, layer, work, tensors):
+    def refresh(self, layer, work, tensors):
         ready, done = self.cuda.Event(), self.cuda.Event()
         ready.record(self.cuda.current_stream())
         self.side.wait_event(ready)
@@ -260,13 +261,13 @@ class Overlap:
             tensor.record_stream(self.side)
         self.done[layer] = self.read[self.turn] = done
 
-    def join(self):
+    def wait_for_all(self):
         for layer in range(len(self.done)):
-            self.before(layer)
+            self.wait_for(layer)
 
     def __del__(self):
         """The engine's memory may now be given to others on the main stream."""
-        self.join()
+        self.wait_for_all()
 
 
 class Captured:
@@ -294,78 +295,5 @@ class Captured:
 def triton_ops(cuda: bool, overlap=True, graphs=True) -> Ops:
     """The optimized path; off a GPU, in Triton's interpreter, without streams and graphs."""
     schedule = Overlap if cuda and overlap else InLine
-    return Ops("triton", append, attend, select, rebuild, schedule, Captured if cuda and graphs else None)
-
-
-TARGETS = 80, 90, 100  # A100, H100, B200
-SHAPES = (torch.bfloat16, 2, 128), (torch.float32, 2, 64), (torch.bfloat16, 16, 128), (torch.bfloat16, 5, 80)
-CASES = [(shape, T, True) for shape in SHAPES for T in (500, 1)]  # each some (shape, T, refreshed)
-CASES += [(SHAPES[i], T, False) for i, T in ((0, 500), (0, 1), (3, 500))]
-USED = re.compile(r"REG:(\d+) STACK:(\d+)")
-LOAD = re.compile(r"\bld\.global\S*?(?:\.v(\d))?\.[a-z](\d+)\s|\bcp\.async\.c[ag]\.\S+ \[[^,]+,[^,]+, *(\w+)")
-
-
-def launch_all(shape, T: int, refreshed: bool, n_kv=8):
-    """What a layer launches in a pass of T tokens, on tensors that hold no data.  shape: dtype, G, D; only
-    attention runs beside the first, Qwen3-0.6B's.
-    """
-    (dtype, G, D), cfg, S = shape, SFIConfig(), 32781  # as T and S may be anything, neither is 16 n
-    W, cap, new = min(T, cfg.n_evidence), cfg.capacity(S, S), partial(torch.empty, device="meta")
-    K, V = new(2, 1, n_kv, cap + S, D, dtype=dtype)
-    key_norm, past = new(2, 1, n_kv, S)
-    position = start = length = memory = high = new(1, dtype=torch.int64)
-    scores = new(1, n_kv, G * W, S) if refreshed else None
-    attend(new(1, T, n_kv * G, D, dtype=dtype), K, V, start, length, scores)
-    if refreshed and shape == SHAPES[0]:
-        append(*new(2, 1, T, n_kv, D, dtype=dtype), K, V, key_norm, position, memory)
-        for name in SELECTORS:
-            cfg = SFIConfig(selector=name, fusion="arithmetic" if T == 1 else "geometric")
-            slots = select(scores, key_norm, past, high, cfg.budget, cfg)
-            rebuild(K, V, slots, cap, cfg.n_sink, high, length)
-
-
-def describe(kernel) -> dict:
-    """A row of the table, from a compiled kernel's PTX and its binary: only ptxas knows the registers."""
-    names, used = kernel.src.fn.arg_names, kernel.metadata
-    values = {names[i]: value for (i,), value in kernel.src.constants.items() if not isinstance(value, str)}
-    dtype = kernel.src.signature[names[0]].removeprefix("*")
-    label = [kernel.name, dtype, *(f"{k}={v}" for k, v in values.items()), f"warps={used.num_warps}"]
-    tool = triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage"
-    binary = kernel.metadata_group[f"{kernel.name}.cubin"]
-    registers, stack = USED.search(subprocess.check_output([*tool, binary], text=True)).groups()
-    loads = LOAD.findall(kernel.asm["ptx"])
-    sizes = [int(copied, 0) if copied else int(n or 1) * int(bits) // 8 for n, bits, copied in loads]  # bytes
-    wide = sum(size >= 16 for size in sizes)
-    return dict(
-        kernel=" ".join(label), target=used.target.arch, registers=int(registers), stack=int(stack),
-        shared=used.shared, wide_loads=wide, other_loads=len(sizes) - wide,
-    )  # fmt: skip
-
-
-def compile_case(arch: int, case) -> list[dict]:
-    """Rows of what `launch_all(*case)` launches: each kernel compiles as it would on that GPU, and stays."""
-    rows, target = [], GPUTarget("cuda", arch, 32)
-    launch = lambda kernel, grid, *args, **kw: rows.append(describe(kernel.warmup(*args, grid=grid, **kw)))
-    triton.JITFunction.__getitem__ = lambda kernel, grid: partial(launch, kernel, grid)
-    driver = dict(current_target=lambda: target, current_device=lambda: arch, current_stream=lambda device: 0)
-    triton.runtime.driver.set_active(SimpleNamespace(**{f"get_{k}": v for k, v in driver.items()}))
-    launch_all(*case)
-    return rows
-
-
-def compile_table(targets=TARGETS) -> list[dict]:
-    """What every kernel needs on GPUs of these compute capabilities; none is needed.  In other processes, as
-    `compile_case` leaves Triton unable to launch.
-    """
-    with Pool() as pool:
-        rows = chain(*pool.starmap(compile_case, [(arch, case) for case in CASES for arch in targets], 1))
-    rows = {tuple(row.values()): row for row in rows}  # cases share kernels
-    return sorted(rows.values(), key=lambda row: (row["kernel"], row["target"]))
-
-
-if __name__ == "__main__":
-    if triton.knobs.runtime.interpret:
-        sys.exit("TRITON_INTERPRET is set, so there is nothing to compile: unset it")
-    rows = compile_table()
-    for row in [{name: name for name in rows[0]}, *rows]:
-        print("{:84} {:>6} {:>9} {:>5} {:>6} {:>10} {:>11}".format(*row.values()))
+    capture = Captured if cuda and graphs else None
+    return Ops("triton", append, attend, select, rebuild, schedule=schedule, capture=capture)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
+from model import NotFinite
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -35,28 +37,6 @@ class Sampling:
             number = type(value) is int or (kind is float and type(value) is float)
             if not number or not low <= value <= high:
                 raise ValueError(f"{name} = {value!r}; allowed is {text}")
-
-    @classmethod
-    def of(cls, generation_config: dict, **given) -> "Sampling":
-        """The checkpoint's own settings where its generation_config.json has do_sample, else greedy; `given`
-        values other than None come first.  A filter given for greedy decoding is an error.
-        """
-        names, own = [f.name for f in fields(cls) if f.name != "seed"], {}
-        if generation_config.get("do_sample"):
-            published = {name: generation_config.get(name) for name in names}
-            own = {"temperature": 1.0} | {name: v for name, v in published.items() if v is not None}
-            try:
-                cls(**own)
-            except ValueError as e:
-                raise ValueError(f"generation_config.json: {e}") from None
-        given = {name: value for name, value in given.items() if value is not None}
-        made = cls(**own | given)
-        off = lambda name: given.get(name, getattr(GREEDY, name)) == getattr(GREEDY, name)
-        for name in names[1:]:
-            if made.temperature == 0 and not off(name):
-                what = f"{name} = {given[name]} at temperature 0, which is greedy"
-                raise ValueError(f"{what}; give a temperature above 0")
-        return made
 
     def __str__(self):
         """As the report names it."""
@@ -105,3 +85,17 @@ def noisy(logits, places: list[tuple[int, int]], s: Sampling) -> torch.Tensor:
     summed = logits + s.temperature * drawn.to(logits.device)
     all_kept = s.top_k == 0 and s.top_p == 1 and s.min_p == 0
     return summed if all_kept else summed.masked_fill(~kept(logits, s), -torch.inf)
+
+
+def draw(logits, places: list[tuple[int, int]], s: Sampling, leads=False) -> tuple[list[int], list[float]]:
+    """The tokens drawn from logits (n, V), each for its (row, position), and, if asked for, by how many
+    logits, noise included, each was ahead of the second best.  The host reads the device once.
+    """
+    scores = noisy(logits, places, s)
+    read = [logits.isfinite().all()[None], scores.argmax(-1)]
+    if leads:
+        read.append(scores.topk(2).values.diff().neg()[:, 0])
+    finite, *numbers = torch.cat(read).tolist()
+    if not finite:
+        raise NotFinite("logits")
+    return [int(token) for token in numbers[: len(places)]], numbers[len(places) :]

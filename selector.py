@@ -1,15 +1,20 @@
 """The Selector: which cached tokens the next fast steps may read.
 
 A slow step's attention scores are the evidence; each KV head of each layer and row gets its own N positions.
-Three selectors share one signature: `follow`, ours and the default; `paper`, the Slow-Fast Inference paper's
-(arXiv 2603.12038); and `span`, our first, which keeps whole blocks.  Letters: see `model.py`; M is the number
-of candidates, the positions n_sink .. n_sink + M - 1.  Read next: `sfi.py`.
+A selector gives every candidate a score, and the N best are selected.  There are two: `follow`, ours and the
+default, and `paper`, the Slow-Fast Inference paper's (arXiv 2603.12038); `SELECTORS` at the end lists them.
+Letters: see `model.py`; M is the number of candidates, the positions n_sink .. n_sink + M - 1.  Read next:
+`memory.py`.
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from model import NotFinite
 
 ALPHA = 0.5  # power mean over evidence rows
 NORM_WEIGHT, PRIOR_WEIGHT, END_WEIGHT = 0.5, 0.7, 0.4
@@ -18,52 +23,39 @@ MAX_FUSION = {1: 0.35}  # largest weight of the prior, by evidence rows; OTHER_F
 OTHER_FUSION = 0.25
 NMS_RADIUS = 16  # tokens to either side
 HEAD_TEMPERATURE, HEAD_WEIGHT = 2.0, 0.85
-BLOCK = 32  # tokens of a span
 TINY = 1e-12
 FOLLOWERS, FOLLOWED = 16, 0.01  # so many tokens after a strong one count that part of its attention
 
-STEPS = {  # of each selector; each can be switched off
-    "follow": ("past", "heads", "followers"),
-    "paper": ("power_mean", "prior", "nms", "exclusive"),
-    "span": (),
-}
 
-
-def select(scores, key_norm, past, high, n, cfg):
+def select(scores, key_norm, past, recent_start, n, cfg):
     """Choose n tokens for every KV head of one layer, for the rows that are refreshed.
 
-    scores (B, K, R, width) fp32 are those of `model.attend`; key_norm, past (B, K, S_max) fp32; high (B,)
-    int64: row b's candidates are the positions [n_sink, high[b]), -1 for a row that is not refreshed.
-    Returns positions (B, K, n) int64, ascending and unique; rows that are not refreshed get any.
+    scores (B, K, R, width) fp32 are those of `model.attend`; key_norm, past (B, K, S_max) fp32; recent_start
+    (B,) int64: row b's candidates are the positions [n_sink, recent_start[b]), -1 for a row that is not
+    refreshed.  Returns positions (B, K, n) int64, ascending and unique; rows that are not refreshed get any.
     """
     slots = torch.zeros((*key_norm.shape[:2], n), dtype=torch.int64, device=key_norm.device)
-    for b, end in enumerate(high.tolist()):
+    for b, end in enumerate(recent_start.tolist()):
         if end >= 0:
-            part = slice(cfg.n_sink, end)
-            slots[b] = select_row(scores[b][..., part], key_norm[b, :, part], past[b, :, part], n, cfg)
+            candidates = slice(cfg.n_sink, end)
+            seen = scores[b][..., candidates], key_norm[b, :, candidates], past[b, :, candidates]
+            slots[b] = select_row(*seen, n, cfg)
     return slots
 
 
 def select_row(scores, key_norm, past, n, cfg):
     """Choose n of the M candidates for every KV head of one layer and row.
 
-    scores (K, R, M) fp32, the scaled q.k of R evidence rows over the candidates, FloatingPointError where
+    scores (K, R, M) fp32, the scaled q.k of R evidence rows over the candidates, NotFinite where
     they are not finite; key_norm (K, M) fp32; past (K, M) fp32, written in place: what selector `follow`
     remembers from refresh to refresh, zeros before the first; n <= M.  cfg has n_sink, selector, steps and
     fusion (`sfi.SFIConfig`).  Returns positions (K, n) int64, ascending, unique.
     """
     if not scores.sum().isfinite():
-        raise FloatingPointError("the attention scores are not finite")
+        raise NotFinite("attention scores")
     if n > scores.shape[-1]:
         raise ValueError(f"cannot select n = {n} of {scores.shape[-1]} candidates; ask for at most that many")
-    steps = STEPS[cfg.selector] if cfg.steps is None else cfg.steps
-    if cfg.selector == "follow":
-        score = follow(*evidence(scores), past, steps)
-    elif cfg.selector == "span":
-        score = span(scores.float().log_softmax(-1), n, cfg.n_sink)
-    else:
-        score = paper(scores.float().log_softmax(-1), key_norm, steps, cfg.fusion)
-    return top_n(score, n) + cfg.n_sink
+    return top_n(SELECTORS[cfg.selector].score(scores, key_norm, past, cfg), n) + cfg.n_sink
 
 
 def top_n(score, n):
@@ -72,48 +64,47 @@ def top_n(score, n):
         return score.new_empty((score.shape[0], 0), dtype=torch.int64)
     threshold = score.topk(n, sorted=False).values.amin(-1, keepdim=True)  # (K, 1)
     above, equal = score > threshold, score == threshold
-    room = n - above.sum(-1, keepdim=True)
-    chosen = above | (equal & (equal.cumsum(-1) <= room))
+    left = n - above.sum(-1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(-1) <= left))
     return chosen.nonzero()[:, 1].view(-1, n)
 
 
 def evidence(scores):
     """Mean and maximum over the rows, (K, M) each, of p = softmax of scores (K, R, M) over the candidates."""
-    room = torch.empty((1, *scores.shape[1:]), device=scores.device)  # for a head: fresh memory comes slowly
-    p = (torch.softmax(head, -1, torch.float32, out=room) for head in scores.split(1))
-    mean, peak = zip(*((part.mean(1), part.amax(1)) for part in p), strict=True)
-    return torch.cat(mean), torch.cat(peak)
+    p = (head.softmax(-1, torch.float32) for head in scores)  # (R, M) each, one at a time
+    mean, peak = zip(*((x.mean(0), x.amax(0)) for x in p), strict=True)
+    return torch.stack(mean), torch.stack(peak)
 
 
-def follow(mean, peak, past, steps=STEPS["follow"]):
-    """Score (K, M) of `follow` from the `evidence`.
+def follow(scores, key_norm, past, cfg):
+    """Score (K, M) of `follow`.
 
-    f is the mean over rows.  past: f of this refresh and of the earlier ones, each half as much as the next,
-    which a slow step's one query alone would not show.  heads: half of f is the mean over the KV heads.
-    followers: copying walks along the text, so a token counts at least FOLLOWED times the largest p of the
-    FOLLOWERS tokens before it, over all rows.
+    f is the mean attention over the evidence rows.  past: f of this refresh and of the earlier ones, each
+    half as much as the next, which a slow step's one query alone would not show.  heads: half of f is the
+    mean over the KV heads.  followers: copying walks along the text, so a token counts at least FOLLOWED
+    times the largest p of the FOLLOWERS tokens before it, over all rows.
     """
-    f = mean
-    if "past" in steps:
+    f, peak = evidence(scores)
+    if cfg.runs("past"):
         f = f + past
         f = past.copy_(f / f.sum(-1, keepdim=True))
-    if "heads" in steps:
+    if cfg.runs("heads"):
         f = (f + f.mean(0)) / 2
-    if "followers" in steps:
+    if cfg.runs("followers"):
         before = F.pad(peak[:, :-1], (FOLLOWERS, 0))  # (K, FOLLOWERS + M - 1)
         f = torch.maximum(f, FOLLOWED * F.max_pool1d(before[None], FOLLOWERS, stride=1)[0])
     return f
 
 
-def paper(log_p, key_norm, steps=STEPS["paper"], fusion="arithmetic"):
-    """The paper's score log s'' (K, M) from log p (K, R, M), step by step, in the log domain."""
-    log_s = power_mean(log_p, ALPHA if "power_mean" in steps else 1.0)
-    if "prior" in steps:
-        largest = MAX_FUSION.get(log_p.shape[1], OTHER_FUSION)
-        log_s = FUSIONS[fusion](log_s, structural_prior(key_norm), largest)
-    if "nms" in steps:
+def paper(scores, key_norm, past, cfg):
+    """The paper's score log s'' (K, M), step by step, in the log domain; it has no past."""
+    log_s = power_mean(scores.float().log_softmax(-1), ALPHA if cfg.runs("power_mean") else 1.0)
+    if cfg.runs("prior"):
+        largest = MAX_FUSION.get(scores.shape[1], OTHER_FUSION)
+        log_s = FUSIONS[cfg.fusion](log_s, structural_prior(key_norm), largest)
+    if cfg.runs("nms"):
         log_s = suppress_neighbours(log_s)
-    if "exclusive" in steps:
+    if cfg.runs("exclusive"):
         log_s = exclude_across_heads(log_s)
     return log_s
 
@@ -173,18 +164,14 @@ def exclude_across_heads(log_s):
     return log_s + HEAD_WEIGHT * torch.log(share.clamp_min(TINY))
 
 
-def span(log_p, n, first):
-    """Score (K, M) of `span`: +inf in the n // 128 best blocks, elsewhere the log of the mean over rows.
+class Selector(NamedTuple):
+    """A way to score the candidates."""
 
-    Blocks are BLOCK positions, aligned to the text (candidate 0 is position `first`) and cut where the
-    candidates end; a block's score is the largest p_r(j) in it over its tokens and the R rows.  A quarter of
-    n goes to whole blocks, the rest to single tokens.
-    """
-    mean = power_mean(log_p, 1.0)  # (K, M)
-    M, skip = mean.shape[-1], first % BLOCK
-    peak = (
-        F.pad(log_p.amax(1), (skip, -(skip + M) % BLOCK), value=-math.inf).unflatten(-1, (-1, BLOCK)).amax(-1)
-    )  # (K, blocks)
-    best = top_n(peak, n // (4 * BLOCK))  # (K, n // 128)
-    taken = torch.zeros_like(peak, dtype=torch.bool).scatter_(1, best, True)
-    return mean.masked_fill(taken.repeat_interleave(BLOCK, dim=1)[:, skip : skip + M], math.inf)
+    score: Callable  # (scores (K, R, M), key_norm (K, M), past (K, M), cfg) -> (K, M), the larger the better
+    steps: tuple[str, ...] = ()  # parts of it that can be switched off; `cfg.runs(step)` says which run
+
+
+SELECTORS = {
+    "follow": Selector(follow, ("past", "heads", "followers")),
+    "paper": Selector(paper, ("power_mean", "prior", "nms", "exclusive")),
+}

@@ -2,7 +2,8 @@
 
 A handful of launches, each over blocks of positions of all rows and heads, joined by small tables of partial
 results (B * n_kv, rows, blocks).  Program (block, b * n_kv + head) works on CHUNK positions; the candidates
-of row b are low .. high[b] - 1.  Letters: see `model.py`.  Read before: `selector.py`; used by `kernels.py`.
+of row b are n_sink .. recent_start[b] - 1.  Letters: see `model.py`.  Read before: `selector.py`; used by
+`kernels.py`.
 """
 
 import torch
@@ -21,7 +22,7 @@ def power_of_2(n: int) -> int:
 
 @triton.jit
 def partial_kernel(
-    x, past, max_out, sum_out, past_out, high, low, R, width, s_max, n_kv,
+    x, past, max_out, sum_out, past_out, recent_start, n_sink, R, width, s_max, n_kv,
     PAST: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Of every row of x (B, n_kv, R, width): its maximum over a block of the candidates, and
@@ -30,7 +31,7 @@ def partial_kernel(
     block, bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
     j = block * CHUNK + tl.arange(0, CHUNK)
-    inside = (j >= low) & (j < tl.load(high + bk // n_kv))
+    inside = (j >= n_sink) & (j < tl.load(recent_start + bk // n_kv))
     for r0 in range(0, R, TILE):
         r = r0 + tl.arange(0, TILE)
         both = (r < R)[:, None] & inside[None, :]
@@ -63,7 +64,7 @@ def lse_kernel(max_in, sum_in, lse, blocks, TILE: tl.constexpr):
 
 @triton.jit
 def evidence_kernel(
-    scores, lse, past, past_sums, f_out, peak_out, high, low, R, width, s_max, n_kv, blocks,
+    scores, lse, past, past_sums, f_out, peak_out, recent_start, n_sink, R, width, s_max, n_kv, blocks,
     PAST: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """f and the largest p of `selector.follow`, p_r = e^(s_r - lse_r): f is the mean over the R rows, with
@@ -71,7 +72,7 @@ def evidence_kernel(
     """
     block, bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     j = block * CHUNK + tl.arange(0, CHUNK)
-    inside = (j >= low) & (j < tl.load(high + bk // n_kv))
+    inside = (j >= n_sink) & (j < tl.load(recent_start + bk // n_kv))
     f, peak = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
     for r0 in range(0, R, TILE):
         r = r0 + tl.arange(0, TILE)
@@ -92,7 +93,7 @@ def evidence_kernel(
 
 @triton.jit
 def follow_kernel(
-    f_in, peak_in, score, high, low, width, n_kv, weight,
+    f_in, peak_in, score, recent_start, n_sink, width, n_kv, weight,
     HEADS: tl.constexpr, FOLLOWERS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The rest of `selector.follow`: half the mean over the KV heads, and at least `weight` times the largest
@@ -101,7 +102,7 @@ def follow_kernel(
     bk = tl.program_id(1).to(tl.int64)
     b = bk // n_kv
     j = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    inside = (j >= low) & (j < tl.load(high + b))
+    inside = (j >= n_sink) & (j < tl.load(recent_start + b))
     f = tl.load(f_in + bk * width + j, mask=inside, other=0.0)
     if HEADS:
         total = tl.zeros((CHUNK,), tl.float32)
@@ -110,7 +111,7 @@ def follow_kernel(
         f = (f + total / n_kv) / 2
     before = tl.zeros((CHUNK,), tl.float32)
     for back in range(1, FOLLOWERS + 1):
-        seen = inside & (j - back >= low)
+        seen = inside & (j - back >= n_sink)
         before = tl.maximum(before, tl.load(peak_in + bk * width + j - back, mask=seen, other=0.0))
     f = tl.maximum(f, weight * before)
     tl.store(score + bk * width + j, tl.where(inside, f, float("-inf")), mask=j < width)
@@ -118,16 +119,16 @@ def follow_kernel(
 
 @triton.jit
 def power_kernel(
-    scores, lse, key_norm, pair, high, low, R, width, s_max, n_kv, alpha, beta, prior_power, norm_weight,
-    prior_weight, end_weight, tiny, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    scores, lse, key_norm, pair, recent_start, n_sink, R, width, s_max, n_kv, alpha, beta, prior_power,
+    norm_weight, prior_weight, end_weight, tiny, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The paper's evidence and prior before they are normalised: pair (B, n_kv, 2, width) gets
     log[(mean_r p_r^alpha)^(1/alpha)] and the structural prior's log.
     """
     bk = tl.program_id(1).to(tl.int64)
-    end = tl.load(high + bk // n_kv)
+    end = tl.load(recent_start + bk // n_kv)
     j = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    inside = (j >= low) & (j < end)
+    inside = (j >= n_sink) & (j < end)
     top = tl.full((CHUNK,), float("-inf"), tl.float32)
     total = tl.zeros((CHUNK,), tl.float32)
     for r0 in range(0, R, TILE):
@@ -140,7 +141,7 @@ def power_kernel(
         total = total * tl.exp(top - safe) + tl.sum(tl.exp(a - safe[None, :]), 0)
         top = new
     log_f = (top + tl.log(total) - tl.log(R + 0.0)) / alpha
-    x = (j - low) / tl.maximum(end - 1 - low, 1).to(tl.float32)
+    x = (j - n_sink) / tl.maximum(end - 1 - n_sink, 1).to(tl.float32)
     place = -beta * tl.where(x > 0, tl.exp(prior_power * tl.log(tl.maximum(x, tiny))), 0.0)
     place += end_weight * tl.log(tl.maximum(1 - x, tiny))
     norm = tl.load(key_norm + bk * s_max + j, mask=inside, other=1.0)
@@ -160,12 +161,14 @@ def logs(pair, lse, bk, j, inside, width, NORM_F: tl.constexpr):
 
 
 @triton.jit
-def dots_kernel(pair, lse, dots, high, low, width, n_kv, NORM_F: tl.constexpr, CHUNK: tl.constexpr):
+def dots_kernel(
+    pair, lse, dots, recent_start, n_sink, width, n_kv, NORM_F: tl.constexpr, CHUNK: tl.constexpr
+):
     """A block's part of <f, f>, <f, r> and <r, r>: dots (B * n_kv, 3, blocks)."""
     block, bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
     j = block * CHUNK + tl.arange(0, CHUNK)
-    inside = (j >= low) & (j < tl.load(high + bk // n_kv))
+    inside = (j >= n_sink) & (j < tl.load(recent_start + bk // n_kv))
     log_f, log_r = logs(pair, lse, bk, j, inside, width, NORM_F)
     f, r = tl.exp(log_f), tl.exp(log_r)
     tl.store(dots + (bk * 3 + 0) * blocks + block, tl.sum(f * f, 0))
@@ -175,14 +178,14 @@ def dots_kernel(pair, lse, dots, high, low, width, n_kv, NORM_F: tl.constexpr, C
 
 @triton.jit
 def fuse_kernel(
-    pair, lse, dots, log_s, high, low, width, n_kv, blocks, largest,
+    pair, lse, dots, log_s, recent_start, n_sink, width, n_kv, blocks, largest,
     NORM_F: tl.constexpr, PRIOR: tl.constexpr, GEOMETRIC: tl.constexpr,
     CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """`selector.fuse_arithmetic`, or the geometric fusion before it is normalised; without PRIOR log f."""
     bk = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    inside = (j >= low) & (j < tl.load(high + bk // n_kv))
+    inside = (j >= n_sink) & (j < tl.load(recent_start + bk // n_kv))
     log_f, log_r = logs(pair, lse, bk, j, inside, width, NORM_F)
     s = log_f
     if PRIOR:
@@ -204,7 +207,7 @@ def fuse_kernel(
 
 @triton.jit
 def nms_kernel(
-    log_s, lse, out, high, low, width, n_kv,
+    log_s, lse, out, recent_start, n_sink, width, n_kv,
     NORM: tl.constexpr, NMS: tl.constexpr, RADIUS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`selector.suppress_neighbours` where NMS, after subtracting lse where NORM; -inf for what is no
@@ -212,13 +215,13 @@ def nms_kernel(
     """
     bk = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    end = tl.load(high + bk // n_kv)
-    inside = (j >= low) & (j < end)
+    end = tl.load(recent_start + bk // n_kv)
+    inside = (j >= n_sink) & (j < end)
     s = tl.load(log_s + bk * width + j, mask=inside, other=float("-inf"))
     best = s
     if NMS:
         for by in range(-RADIUS, RADIUS + 1):
-            seen = inside & (j + by >= low) & (j + by < end)
+            seen = inside & (j + by >= n_sink) & (j + by < end)
             best = tl.maximum(best, tl.load(log_s + bk * width + j + by, mask=seen, other=float("-inf")))
     s = tl.where(inside, s - (best - s), float("-inf"))
     if NORM:
@@ -266,14 +269,14 @@ def pack_kernel(
     i = tl.arange(0, BLOCKS)
     all_above = tl.load(above + bk * blocks + i, mask=i < blocks, other=0)
     all_equal = tl.load(equal + bk * blocks + i, mask=i < blocks, other=0)
-    room = N - tl.sum(all_above, 0)
+    left = N - tl.sum(all_above, 0)
     above_before = tl.sum(tl.where(i < block, all_above, 0), 0)
     equal_before = tl.sum(tl.where(i < block, all_equal, 0), 0)
     j = block * CHUNK + tl.arange(0, CHUNK)
     s, at = tl.load(score + bk * width + j, mask=j < width, other=float("-inf")), tl.load(threshold + bk)
     ties = (s == at).to(tl.int32)
-    chosen = (s > at) | ((ties > 0) & (equal_before + tl.cumsum(ties, 0) <= room))
-    place = above_before + tl.minimum(equal_before, room) + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    chosen = (s > at) | ((ties > 0) & (equal_before + tl.cumsum(ties, 0) <= left))
+    place = above_before + tl.minimum(equal_before, left) + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(slots + bk * N + place, j.to(tl.int64), mask=chosen & (j < width) & (place < N))
 
 
@@ -293,25 +296,22 @@ def top_n(score, n: int):
 
 def unsupported(cfg) -> str | None:
     """Why these passes cannot select as cfg says; None if they can."""
-    if cfg.selector not in SELECTORS:
-        return f"there are no kernels for selector {cfg.selector}; give one of {', '.join(SELECTORS)}"
+    if cfg.selector not in KERNELS:
+        return f"there are no kernels for selector {cfg.selector}; give one of {', '.join(KERNELS)}"
 
 
-def select(scores, key_norm, past, high, n, cfg):
+def select(scores, key_norm, past, recent_start, n, cfg):
     """`selector.select`, without reading anything on the host; ValueError for a selector without kernels."""
     if problem := unsupported(cfg):
         raise ValueError(problem)
-    steps = selector.STEPS[cfg.selector] if cfg.steps is None else cfg.steps
-    return top_n(
-        SELECTORS[cfg.selector](Passes(scores, high, cfg.n_sink), key_norm, past, steps, cfg.fusion), n
-    )
+    return top_n(KERNELS[cfg.selector](Passes(scores, recent_start, cfg.n_sink), key_norm, past, cfg), n)
 
 
 class Passes:
     """Launches passes over the candidates of one layer's scores (B, K, R, width)."""
 
-    def __init__(self, scores, high, low: int):
-        self.scores, self.high, self.low = scores, high, low
+    def __init__(self, scores, recent_start, n_sink: int):
+        self.scores, self.recent_start, self.n_sink = scores, recent_start, n_sink
         self.B, self.n_kv, self.R, self.width = scores.shape
         self.blocks = triton.cdiv(self.width, CHUNK)
 
@@ -326,59 +326,60 @@ class Passes:
         rows, sums = x.shape[2], self.new(self.blocks)
         top, total, lse = self.new(rows, self.blocks), self.new(rows, self.blocks), self.new(rows)
         self.run(
-            partial_kernel, x, sums if past is None else past, top, total, sums, self.high, self.low, rows,
-            self.width, 0 if past is None else past.shape[2], self.n_kv, PAST=past is not None, TILE=TILE,
+            partial_kernel, x, sums if past is None else past, top, total, sums, self.recent_start,
+            self.n_sink, rows, self.width, 0 if past is None else past.shape[2], self.n_kv,
+            PAST=past is not None, TILE=TILE,
         )  # fmt: skip
         lse_kernel[(lse.numel(),)](top, total, lse, self.blocks, TILE=64, num_warps=1)
         return lse, sums
 
 
-def follow(passes: Passes, key_norm, past, steps, fusion):
+def follow(passes: Passes, key_norm, past, cfg):
     """`selector.follow`, (B, K, width)."""
-    p, keeps = passes, "past" in steps
+    p, keeps = passes, cfg.runs("past")
     lse, sums = p.lse(p.scores, past if keeps else None)
     f, peak, score = p.new(p.width), p.new(p.width), p.new(p.width)
     p.run(
-        evidence_kernel, p.scores, lse, past, sums, f, peak, p.high, p.low, p.R, p.width, past.shape[2],
-        p.n_kv, p.blocks, PAST=keeps, TILE=TILE, BLOCKS=power_of_2(p.blocks),
+        evidence_kernel, p.scores, lse, past, sums, f, peak, p.recent_start, p.n_sink, p.R, p.width,
+        past.shape[2], p.n_kv, p.blocks, PAST=keeps, TILE=TILE, BLOCKS=power_of_2(p.blocks),
     )  # fmt: skip
-    weight = selector.FOLLOWED if "followers" in steps else 0.0
-    reach = selector.FOLLOWERS if "followers" in steps else 0
+    weight = selector.FOLLOWED if cfg.runs("followers") else 0.0
+    reach = selector.FOLLOWERS if cfg.runs("followers") else 0
     p.run(
-        follow_kernel, f, peak, score, p.high, p.low, p.width, p.n_kv, weight,
-        HEADS="heads" in steps, FOLLOWERS=reach,
+        follow_kernel, f, peak, score, p.recent_start, p.n_sink, p.width, p.n_kv, weight,
+        HEADS=cfg.runs("heads"), FOLLOWERS=reach,
     )  # fmt: skip
     return score
 
 
-def paper(passes: Passes, key_norm, past, steps, fusion):
+def paper(passes: Passes, key_norm, past, cfg):
     """`selector.paper`, (B, K, width)."""
     p, s = passes, selector
-    power, prior, geometric = "power_mean" in steps, "prior" in steps, fusion == "geometric"
+    power, prior, geometric = cfg.runs("power_mean"), cfg.runs("prior"), cfg.fusion == "geometric"
     pair, log_s, out = p.new(2, p.width), p.new(1, p.width), p.new(p.width)
     p.run(
-        power_kernel, p.scores, p.lse(p.scores)[0], key_norm, pair, p.high, p.low, p.R, p.width,
+        power_kernel, p.scores, p.lse(p.scores)[0], key_norm, pair, p.recent_start, p.n_sink, p.R, p.width,
         key_norm.shape[2], p.n_kv, s.ALPHA if power else 1.0, s.BETA, s.PRIOR_POWER, s.NORM_WEIGHT,
         s.PRIOR_WEIGHT, s.END_WEIGHT, s.TINY, TILE=TILE,
     )  # fmt: skip
     lse, dots = p.lse(pair)[0], p.new(3, p.blocks)
     if prior:
-        p.run(dots_kernel, pair, lse, dots, p.high, p.low, p.width, p.n_kv, NORM_F=power)
+        p.run(dots_kernel, pair, lse, dots, p.recent_start, p.n_sink, p.width, p.n_kv, NORM_F=power)
     p.run(
-        fuse_kernel, pair, lse, dots, log_s, p.high, p.low, p.width, p.n_kv, p.blocks,
+        fuse_kernel, pair, lse, dots, log_s, p.recent_start, p.n_sink, p.width, p.n_kv, p.blocks,
         s.MAX_FUSION.get(p.R, s.OTHER_FUSION), NORM_F=power, PRIOR=prior, GEOMETRIC=geometric,
         BLOCKS=power_of_2(p.blocks),
     )  # fmt: skip
     normal = prior and geometric
     p.run(
-        nms_kernel, log_s, p.lse(log_s)[0] if normal else lse, out, p.high, p.low, p.width, p.n_kv,
-        NORM=normal, NMS="nms" in steps, RADIUS=s.NMS_RADIUS,
+        nms_kernel, log_s, p.lse(log_s)[0] if normal else lse, out, p.recent_start, p.n_sink, p.width, p.n_kv,
+        NORM=normal, NMS=cfg.runs("nms"), RADIUS=s.NMS_RADIUS,
     )  # fmt: skip
-    if "exclusive" not in steps or p.n_kv <= 2:
+    if not cfg.runs("exclusive") or p.n_kv <= 2:
         return out
     score = p.new(p.width)
     p.run(exclusive_kernel, out, score, p.width, p.n_kv, s.HEAD_TEMPERATURE, s.HEAD_WEIGHT, s.TINY)
     return score
 
 
-SELECTORS = {"follow": follow, "paper": paper}
+KERNELS = {"follow": follow, "paper": paper}

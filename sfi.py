@@ -1,4 +1,4 @@
-"""Slow-Fast Inference: configuration, compact memory, trigger and the decode engine.
+"""Slow-Fast Inference: configuration, when a step is slow, the decode engine and the decode loop.
 
 The paper (arXiv 2603.12038) observes that within a sentence the tokens that attention really uses stay nearly
 the same.  So most decode steps are *fast*: attention reads a compact memory, [sinks | selected | recent
@@ -7,30 +7,25 @@ does dense attention over everything, and its scores choose the next memory.  No
 cache stays, so a later slow step can bring any token back.
 
 Dense decoding, prompt chunks and slow steps are one operation, a dense pass; a fast step is the same forward
-pass reading other slots.  In exact mode the fast steps since the last dense pass are drafts, and the next one
-feeds all their tokens again and says which are right (`exact.py`).  The leaf operations (`append`, `attend`,
-`select`, `rebuild`) come as one `Ops` and may be replaced by faster twins.  Letters: see `model.py`.
-Positions are absolute.  Read before: `model.py`, `selector.py`, `memory.py`, `sampling.py`, `exact.py`.
+pass reading other slots.  `decide` says, from a row's state and a token's text, what a step is; `Engine.run`
+runs a pass as it is told; `decode` is the loop.  Letters: see `model.py`.  Positions are absolute.  Read
+before: `model.py`, `selector.py`, `memory.py`, `sampling.py`; next: `exact.py`.
 """
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from itertools import islice
 from typing import NamedTuple
 
 import torch
 
-from exact import APART, PASS, Drafts
-from memory import REFERENCE
-from model import CPU_HAS_BF16, KVCache, Model, ModelConfig, yarn_for
-from sampling import GREEDY, noisy
-from selector import FUSIONS, STEPS
+from exact import Speculation
+from memory import REFERENCE, SlowFastCache
+from model import Model, NotFinite
+from sampling import GREEDY, draw
+from selector import FUSIONS, SELECTORS
 
 POLICIES = ("sentence", "fixed", "never", "window", "dense")
-SELECTORS = tuple(STEPS)
-BACKENDS = ("auto", "reference", "triton")
 SLOW_REASONS = ("dense", "short", "first", "sentence", "interval", "doubt", "end")
 
 
@@ -51,10 +46,12 @@ class SFIConfig:
     max_interval: int = option(64, "a slow step comes after this many fast ones at the latest")
     n_evidence: int = option(16, "last queries of a dense pass whose attention decides the selection")
     policy: str = option("sentence", "when a step is slow", POLICIES)
-    selector: str = option("follow", "how tokens are selected", SELECTORS)
+    selector: str = option("follow", "how tokens are selected", tuple(SELECTORS))
     steps: tuple[str, ...] | None = option(None, "selector steps to run, such as past,heads; none given: all")
     fusion: str = option("arithmetic", "how selector `paper` joins evidence and prior", tuple(FUSIONS))
-    exact: bool = option(False, "fast steps draft, slow steps check: the tokens of dense decoding in float32")
+    exact: bool = option(
+        False, "fast steps draft, slow steps verify: the tokens of dense decoding in float32"
+    )
     draft_cost: float | None = option(
         None, "exact: what one more draft costs, in dense steps; none given: by bytes; 0: long drafts"
     )
@@ -72,7 +69,7 @@ class SFIConfig:
                 )
         if self.steps is not None:
             object.__setattr__(self, "steps", tuple(self.steps))
-            if unknown := set(self.steps) - set(known := STEPS[self.selector]):
+            if unknown := set(self.steps) - set(known := SELECTORS[self.selector].steps):
                 raise ValueError(
                     f"steps has {min(unknown)!r}; selector {self.selector} has {', '.join(known) or 'none'}"
                 )
@@ -81,7 +78,7 @@ class SFIConfig:
         cost = self.draft_cost
         if cost is not None and not self.exact:
             raise ValueError(f"draft_cost = {cost!r} without exact; give both, or none")
-        if cost is not None and (type(cost) not in (int, float) or not 0 <= cost < math.inf):
+        if cost is not None and (type(cost) not in (int, float) or not 0 <= cost < float("inf")):
             raise ValueError(f"draft_cost = {cost!r}; allowed is a number of dense steps, 0 or more, or none")
         if self.exact and self.policy not in ("sentence", "fixed"):
             raise ValueError(
@@ -102,6 +99,10 @@ class SFIConfig:
         """N of the policy in force."""
         return 0 if self.policy == "window" else self.n_select
 
+    def runs(self, step: str) -> bool:
+        """Whether this step of the selector is switched on."""
+        return self.steps is None or step in self.steps
+
     def recent_start(self, length: int) -> int:
         """Position where the recent window starts if the memory is refreshed at `length` cached tokens."""
         return max(length - self.n_recent, 0) // self.align * self.align
@@ -115,37 +116,11 @@ class SFIConfig:
         if self.policy == "dense":
             return 0
         most = lambda n: min(n, max_length)  # whatever is asked for, there are no more tokens
-        drafts = self.max_interval if self.exact else 0  # that the pass brought, right or wrong
+        drafts = self.max_interval if self.exact else 0  # that the verifying pass brought, right or wrong
         growth = new_tokens if self.policy == "never" else most(self.max_interval + drafts)
         selected = min(self.budget, self.candidates(max_length))
         slots = most(self.n_sink) + selected + most(self.n_recent) + self.align - 1 + growth
         return -(-slots // self.align) * self.align
-
-
-def cache_bytes(
-    model: ModelConfig, cfg: SFIConfig, *, batch: int, max_length: int, new_tokens: int, dtype: torch.dtype
-) -> int:
-    """Bytes the engine allocates: K and V of full cache and compact memory, and two fp32 numbers a key."""
-    slots = cfg.capacity(max_length, new_tokens) + max_length
-    numbers = 2 * model.num_hidden_layers * model.num_key_value_heads * max_length  # key_norm and past
-    return batch * (model.kv_bytes(dtype) * slots + 4 * numbers)
-
-
-def check_lengths(model: ModelConfig, prompt_tokens: list[int], max_new_tokens: int):
-    """ValueError unless every prompt has tokens and fits, with the new ones, into the model's positions."""
-    if not prompt_tokens or min(prompt_tokens) == 0:
-        raise ValueError("the prompt is empty; give at least one token of text")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens = {max_new_tokens}; allowed is 0 or more")
-    longest = max(prompt_tokens)
-    if longest + max_new_tokens > model.max_positions:
-        factor = yarn_for(model, longest + max_new_tokens)
-        raise ValueError(
-            f"prompt of {longest} tokens + {max_new_tokens} new ones = {longest + max_new_tokens}; the model "
-            f"has {model.max_positions} positions: shorten the prompt or lower max_new_tokens"
-            + f", or stretch the positions with --yarn {factor}"
-            * bool(factor)
-        )
 
 
 CLOSERS = r"""["'”’»›\)\]\}）］｝】〕」』》〉]"""
@@ -175,35 +150,64 @@ class Row:
     """State of one sequence."""
 
     length: int = 0  # tokens in the full cache
-    memory: int = 0  # tokens in the compact memory; 0: never refreshed, every step is dense
+    memory: int = 0  # tokens in the compact memory; 0: it has none, so every step is dense
+    recent_start: int = 0  # position where the memory's recent window starts
     armed: str = "no"  # trigger: see `advance`
     since: int = 0  # fast steps since the last dense pass (policy window: since the last re-anchoring)
-    drafts: Drafts = field(default_factory=Drafts)  # exact mode: what those steps were fed
+    unverified: int = 0  # exact mode: how many of `length`, the last ones, no dense pass has verified
 
 
-class Part(NamedTuple):
-    """One row's part in one forward pass, and afterwards the record of it."""
+def decide(row: Row, cfg: SFIConfig, text: str) -> tuple[str, str]:
+    """What the step that feeds a token of this text to a row is: (the trigger's new state, the reason).
+
+    The reason is one of SLOW_REASONS, or "fast", or "re-anchor": fast, after sinks and window have been
+    copied anew from the cache (policy window).
+    """
+    armed, fires = advance(row.armed, text)
+    length = row.length + (cfg.policy != "window")  # which re-anchors before the token is there
+    if cfg.policy == "dense":
+        return armed, "dense"
+    if not row.memory and cfg.candidates(length) <= cfg.budget:
+        return armed, "short"
+    if cfg.policy == "window":
+        return armed, "fast" if row.memory and row.since < cfg.max_interval else "re-anchor"
+    if not row.memory:
+        return armed, "first"
+    if cfg.policy == "sentence" and fires and row.since >= cfg.min_gap:
+        return armed, "sentence"
+    if cfg.policy != "never" and row.since >= cfg.max_interval:
+        return armed, "interval"
+    return armed, "fast"
+
+
+class RowStep(NamedTuple):
+    """What one row does in one forward pass: the plan, and afterwards the record of it."""
 
     reason: str = "ended"  # "prefill", one of SLOW_REASONS, "fast", or "ended": reads and writes nothing
     start: int = 0  # first slot that attention reads
     visible: int = 0  # how many it reads, the new tokens included
     length: int = 0  # tokens in the full cache after the pass: what dense decoding would read
     memory: int = -1  # compact-memory slot of the new token; -1: none
-    refresh: bool = False  # whether the pass chooses and copies a new memory
+    recent_start: int = (
+        -1
+    )  # where the recent window of the memory that the pass makes starts; -1: it makes none
     copied: int = 0  # tokens copied from the full cache into the compact memory
-    drafted: int = 0  # tokens of the pass, the last ones, that it checks
-    accepted: int = 0  # how many of them were right; the others are taken back
+    drafted: int = 0  # exact mode: tokens of the pass, the last ones, that it verifies
+    accepted: int = 0  # and how many of them were right; the others are rolled back
+
+    @property
+    def refresh(self) -> bool:
+        """Whether the pass chooses and copies a new memory."""
+        return self.recent_start >= 0
 
 
 class Engine:
     """Decodes a batch of independent rows on one model.  `prefill` each row, then `step` all rows together.
 
     max_length counts prompt and new tokens of the longest row.  token_text(id) gives a token's decoded text
-    for the sentence trigger.  The engine owns the KV cache; two engines may share a model.
-
-    observe(row, layer, part, slots, scores), if given, sees every refresh: the row's part in the pass, the
-    selected positions (K, N), and the scores of all positions as `attend` gives them, to be used at once
-    (None where the refresh came without a dense pass)."""
+    for the sentence trigger.  `ops` is the backend; `observe` is `memory.SlowFastCache`'s.  The engine owns
+    the cache; two engines may share a model.
+    """
 
     def __init__(
         self,
@@ -217,376 +221,193 @@ class Engine:
         ops=REFERENCE,
         observe=None,
     ):
-        self.model, self.cfg, self.ops, self.token_text = model, cfg, ops, token_text
-        self.observe = observe
+        if max_length > model.config.max_positions:
+            raise ValueError(
+                f"max_length = {max_length}; the model has {model.config.max_positions} positions: lower it, "
+                "or stretch the positions (YaRN)"
+            )
+        self.model, self.cfg, self.token_text = model, cfg, token_text
         self.max_length, self.new_tokens = max_length, new_tokens
-        self.cap = cfg.capacity(max_length, new_tokens)
-        self.cache = KVCache(model.config, batch, self.cap + max_length, model.dtype, model.device)
-        shape = (*self.cache.k.shape[:3], max_length)  # (L, B, K, S_max)
-        self.key_norm = torch.empty(shape, dtype=torch.float32, device=model.device)
-        self.past = torch.zeros(shape, dtype=torch.float32, device=model.device)  # see `selector.follow`
-        self.schedule = ops.schedule(model.config.num_hidden_layers)
-        self.last = None  # what the last pass was given
-        read = lambda tokens: model.weight_bytes(model.dtype, tokens)[1]
-        self.weights = read(batch) / batch  # bytes that a step reads for a row
-        self.weights_alone, self.weights_further = read(1), read(2) - read(1)  # a pass of one row; its tokens
+        self.cache = SlowFastCache(model, cfg, ops, batch, max_length, new_tokens, observe)
         # Experts are chosen on the host, so a pass through them cannot be captured.
         self.capture, self.captured = None if model.config.num_experts else ops.capture, None
+        self.passes = []  # arguments of the passes of the step at hand, to find where a NaN came from
         self.rows = [Row() for _ in range(batch)]
 
     def fork(self, cfg: SFIConfig) -> "Engine":
         """An engine of another configuration with the same tokens cached, to be continued with `prefill`."""
         sizes = dict(batch=len(self.rows), max_length=self.max_length, new_tokens=self.new_tokens)
-        other = Engine(self.model, cfg, self.token_text, ops=self.ops, **sizes)
-        n = max(row.length for row in self.rows)
-        self.schedule.join()
-        other.key_norm[..., :n] = self.key_norm[..., :n]
-        other.past[..., :n] = self.past[..., :n]
-        other.cache.k[..., other.cap : other.cap + n, :] = self.cache.k[..., self.cap : self.cap + n, :]
-        other.cache.v[..., other.cap : other.cap + n, :] = self.cache.v[..., self.cap : self.cap + n, :]
-        other.rows = [Row(length=row.length) for row in self.rows]
+        other = Engine(self.model, cfg, self.token_text, ops=self.cache.ops, **sizes)
+        other.rows = [Row(length=row.length - row.unverified) for row in self.rows]
+        other.cache.copy_from(self.cache, max(row.length for row in other.rows))
         return other
 
     def prefill(self, b: int, tokens: list[int], chunk=512, progress=lambda n: None):
         """Cache a prompt, or more of one, in row b: dense passes over even chunks; the last refreshes.
 
-        Returns logits (1, V) of the last token and the last pass's Part.  progress(n) is called after each
+        Returns logits (1, V) of the last token and the last pass's RowStep.  progress(n) is called after each
         chunk of n tokens.
         """
-        self._check_room(b, len(tokens))
-        row = self.rows[b]
+        self.make_room(b, len(tokens))
         chunk = max(chunk, 2 * self.cfg.n_evidence)  # then even the half of one holds all evidence queries
-        total, pieces = row.length + len(tokens), -(-len(tokens) // chunk)
-        refresh = self.cfg.policy != "dense" and self.cfg.candidates(total) > self.cfg.budget
+        pieces = -(-len(tokens) // chunk)
         for i in range(pieces):
             piece = tokens[i * len(tokens) // pieces : (i + 1) * len(tokens) // pieces]
-            length = row.length + len(piece)
-            part = Part("prefill", self.cap, length, length, refresh=refresh and i == pieces - 1)
-            logits, part = self._checked(self._run(b, [piece], [part]))[:, -1], self._finish(row, part)
+            self.passes.clear()
+            logits, row_step = self.dense_pass(b, piece, "prefill", refresh=i == pieces - 1)
+            if not logits.isfinite().all():
+                raise NotFinite("logits")
             progress(len(piece))
-        row.armed, row.since = "no", 0
-        row.drafts.clear()
-        return logits, part
+        self.rows[b].armed = "no"
+        return logits, row_step
 
-    def step(self, tokens: list[int | None], ending=()):
-        """Feed a token to every row (None: it has ended).  Returns logits and what each row did, for
-        `settle`: logits (B, V), but of a row that checks drafts T rows, one for each token of its pass.
+    def dense_pass(self, b: int, tokens: list[int], reason: str, *, refresh=True, n_logits=1, drafted=0):
+        """Feed T tokens to row b in one dense pass; it refreshes if there is more than the memory holds.
 
-        Exact mode: `ending` are rows whose next token may be the last, which no draft may decide.
+        Returns the logits (n_logits, V) of the last tokens and the RowStep.  The last `drafted` tokens are
+        not yet certain, so the new memory's recent window begins as if they were not there.
         """
+        row, cfg = self.rows[b], self.cfg
+        length = row.length + len(tokens)
+        plan = RowStep(reason, self.cache.cap, length, length, drafted=drafted)
+        if refresh and cfg.policy != "dense" and cfg.candidates(length) > cfg.budget:
+            plan = plan._replace(recent_start=cfg.recent_start(length - drafted))
+        return self.run(b, [tokens], [plan], n_logits)[0], self.record(row, plan)
+
+    def step(self, tokens: list[int | None]):
+        """Feed a token to every row (None: it has ended).  Returns logits (B, V) and what each row did."""
         for b, token in enumerate(tokens):
-            if token is None:
-                continue
-            self._check_room(b, 1)
-            if self.cfg.policy == "never" and self.rows[b].memory == self.cap:
-                raise ValueError(
-                    f"row {b}'s memory is full; the engine was made for {self.new_tokens} new tokens"
-                )
-        parts = [
-            Part() if token is None else self._plan(b, token, b in ending) for b, token in enumerate(tokens)
-        ]
-        checked = [b for b, part in enumerate(parts) if part.drafted]
-        together = [Part() if part.drafted else part for part in parts]  # the checks get a pass each
-        passes = []
-        if not checked or any(part.reason != "ended" for part in together):
-            fed = [
-                [0 if part.reason == "ended" else token] for token, part in zip(tokens, together, strict=True)
-            ]
-            logits, passes = self._run(0, fed, together), self.last
-        else:
-            logits = torch.zeros((len(parts), 1, self.model.config.vocab_size), device=self.model.device)
-        rows = list(logits) if checked else [logits[:, -1]]
-        for b in checked:
-            fed = self.rows[b].drafts.tokens
-            rows[b], passes = self._run(b, [fed], [parts[b]], len(fed))[0], passes + self.last
-        self.last, logits = passes, torch.cat(rows) if checked else rows[0]
-        return logits, [self._finish(row, part) for row, part in zip(self.rows, parts, strict=True)]
+            if token is not None:
+                self.make_room(b, 1)
+                if self.cfg.policy == "never" and self.rows[b].memory == self.cache.cap:
+                    raise ValueError(
+                        f"row {b}'s memory is full; the engine was made for {self.new_tokens} new tokens"
+                    )
+        self.passes.clear()
+        return self.feed(tokens, [self.decide(b, token) for b, token in enumerate(tokens)])
+
+    def decide(self, b: int, token: int | None) -> str:
+        """What the step that feeds row b a token is; advances its trigger."""
+        if token is None:
+            return "ended"
+        self.rows[b].armed, reason = decide(self.rows[b], self.cfg, self.token_text(token))
+        return reason
+
+    def feed(self, tokens: list[int | None], reasons: list[str]):
+        """Feed a token to every row in one pass, each as its reason says; as `step`."""
+        plans = [self.plan(b, reason) for b, reason in enumerate(reasons)]
+        fed = [[0 if reason == "ended" else token] for token, reason in zip(tokens, reasons, strict=True)]
+        logits = self.run(0, fed, plans)[:, -1]
+        return logits, [self.record(row, plan) for row, plan in zip(self.rows, plans, strict=True)]
 
     def pick(self, logits, sampling=GREEDY) -> list[int]:
-        """The next token of every row, from the logits (B, V) of the last pass: the one host read of a step.
-        ValueError if they are not finite.
+        """The next token of every row, from the logits (B, V) of the last step: the one host read of a step.
+
+        NotFinite, a ValueError, if there is a NaN or an infinity among them.
         """
         places = [(b, row.length) for b, row in enumerate(self.rows)]
-        return [token for token, _ in self._read(logits, places, sampling)]
+        return draw(logits, places, sampling)[0]
 
-    def settle(self, logits, parts: list[Part], sampling=GREEDY):
-        """What a step came to, from what `step` or `prefill` returned: the token that each row feeds next,
-        the tokens of each row that are now certain, and the parts.  `pick`, but in exact mode what a fast
-        step picks is a draft, and of the drafts that a pass checks the wrong ones are taken back.
+    def cut(self, b: int, length: int):
+        """Forget the tokens of row b from position `length` on.
+
+        Its memory stays if they all lie in its recent window; else the next step is dense.
         """
-        places = [
-            (b, row.length - i)
-            for b, (row, part) in enumerate(zip(self.rows, parts, strict=True))
-            for i in range(part.drafted, -1, -1)
-        ]
-        read = iter(self._read(logits, places, sampling))
-        fed, certain, settled = [], [], []
-        for row, part in zip(self.rows, parts, strict=True):
-            picked, leads = zip(*islice(read, part.drafted + 1), strict=True)
-            draft = self.cfg.exact and part.reason == "fast"
-            if draft:
-                row.drafts.add(leads[0])
-            if part.drafted:
-                part = part._replace(accepted=self._take_back(row, picked))
-            fed.append(picked[part.accepted])
-            certain.append([] if draft else list(picked[: part.accepted + 1]))
-            settled.append(part)
-        return fed, certain, settled
+        row = self.rows[b]
+        if not 0 <= length <= row.length:
+            raise ValueError(f"cannot cut row {b} to {length} tokens; it has {row.length}")
+        removed = row.length - length
+        row.length, row.since = length, max(row.since - removed, 0)
+        row.unverified = max(row.unverified - removed, 0)
+        row.armed = "no" if removed else row.armed
+        if row.memory and length >= row.recent_start:
+            row.memory -= removed
+        elif removed:
+            row.memory = 0
+            self.cache.schedule.wait_for_all()
+            self.cache.past[:, b, :, length:] = 0
 
-    def _read(self, logits, places, sampling) -> list[tuple[int, float]]:
-        """The tokens for the (row, position) places, each with its lead: by how many logits it was ahead of
-        the second best (exact mode; else 0).
-        """
-        scores = noisy(logits, places, sampling)
-        read = [logits.isfinite().all()[None], scores.argmax(-1)]
-        if self.cfg.exact:
-            read.append(scores.topk(2).values.diff().neg()[:, 0])
-        finite, *read = torch.cat(read).tolist()  # the one host read of a step
-        if not finite:
-            raise ValueError(self._not_finite())
-        tokens, leads = map(int, read[: len(places)]), read[len(places) :] or [0.0] * len(places)
-        return list(zip(tokens, leads, strict=True))
-
-    def _take_back(self, row: Row, picked) -> int:
-        """Cut a row back to the drafts with which the tokens picked by the pass agree; returns how many."""
-        accepted = row.drafts.check(picked)
-        wrong = len(picked) - 1 - accepted
-        row.length, row.memory = row.length - wrong, row.memory - wrong
-        _, row.armed = row.drafts.fed[accepted]
-        return accepted
-
-    def force(self, b: int, tokens: list[int]):
-        """Feed given tokens to row b, as `step` would one by one, but a run of fast steps in one pass.
-
-        Yields (logits (n, V), n parts), pass by pass.
-        """
-        if self.cfg.exact:
-            raise ValueError("force feeds given tokens, which exact mode would check; use step and settle")
-        row, run = self.rows[b], []  # tokens and parts that wait for their pass
-        self._check_room(b, len(tokens))
-
-        def passed():
-            fed, parts = zip(*run, strict=True)
-            run.clear()
-            whole = parts[-1]._replace(memory=parts[0].memory)
-            return self._checked(self._run(b, [fed], [whole], n_logits=len(fed)))[0], parts
-
-        for token in tokens:
-            if run and self.cfg.policy == "window" and row.since >= self.cfg.max_interval:
-                yield passed()  # before planning the next, which copies from the cache
-            part = self._plan(b, token)
-            if run and (part.refresh or part.reason != run[-1][1].reason):
-                yield passed()
-            run.append((token, self._finish(row, part)))
-            if part.refresh:
-                yield passed()
-        if run:
-            yield passed()
-
-    def _check_room(self, b, n):
+    def make_room(self, b: int, n: int):
+        """Forget what row b has drafted and not verified; ValueError unless it takes n more tokens."""
+        row = self.rows[b]
         if n < 1:
             raise ValueError("no tokens to feed; give at least one")
-        if (total := self.rows[b].length + n) > self.max_length:
+        if (total := row.length - row.unverified + n) > self.max_length:
             raise ValueError(f"row {b} would have {total} tokens; the engine was made for {self.max_length}")
+        self.cut(b, row.length - row.unverified)
 
-    def _plan(self, b: int, token: int, ending=False) -> Part:
-        """Decide whether the step that feeds `token` to row b is slow, and what it reads."""
-        cfg, row = self.cfg, self.rows[b]
-        row.armed, fires = advance(row.armed, self.token_text(token))
-        length, reason, copied, enough = row.length + 1, "", 0, False
-        if cfg.exact:
-            if not row.since:
-                row.drafts.clear()
-            enough = row.drafts.enough(token, row.armed, *self._costs(row))
-        refreshed_at = length - (cfg.policy == "window")  # which re-anchors before the token is there
-        if cfg.policy == "dense":
-            reason = "dense"
-        elif not row.memory and cfg.candidates(refreshed_at) <= cfg.budget:
-            reason = "short"
-        elif enough and not row.since:  # drafts cannot pay
-            reason = "dense"
-        elif cfg.policy == "window":
-            if not row.memory or row.since >= cfg.max_interval:
-                copied = self._reanchor(b)
-        elif not row.memory:
-            reason = "first"
-        elif cfg.policy == "sentence" and fires and row.since >= cfg.min_gap:
-            reason = "sentence"
-        elif cfg.policy != "never" and row.since >= cfg.max_interval:
-            reason = "interval"
-        elif cfg.exact and (enough or ending):
-            reason = "doubt" if enough else "end"
-        if reason:
-            refresh, drafted = reason not in ("dense", "short"), row.since if cfg.exact else 0
-            return Part(reason, self.cap, length, length, refresh=refresh, drafted=drafted)
-        return Part("fast", 0, row.memory + 1, length, memory=row.memory, copied=copied)
+    def plan(self, b: int, reason: str) -> RowStep:
+        """What row b reads and writes in a step of one token that is what `decide` says."""
+        row, length = self.rows[b], self.rows[b].length + 1
+        if reason == "ended":
+            return RowStep()
+        if reason in ("fast", "re-anchor"):
+            copied = self.reanchor(b) if reason == "re-anchor" else 0
+            return RowStep("fast", 0, row.memory + 1, length, memory=row.memory, copied=copied)
+        recent_start = -1 if reason in ("dense", "short") else self.cfg.recent_start(length)
+        return RowStep(reason, self.cache.cap, length, length, recent_start=recent_start)
 
-    def _run(self, first: int, tokens, parts: list[Part], n_logits=1):
-        """One forward pass: tokens (B', T) for rows first .. first + B' - 1.  Returns the last n_logits
-        logits (B', n_logits, V); the rows' state is the caller's business.
+    def record(self, row: Row, done: RowStep) -> RowStep:
+        """Bring a row's state up to date after a pass; returns the pass's record."""
+        if done.reason == "ended":
+            return done
+        row.length = done.length
+        if done.reason == "fast":
+            row.memory, row.since = row.memory + 1, row.since + 1
+            return done
+        row.since, row.unverified, row.memory = 0, 0, 0
+        if done.refresh:
+            row.recent_start = done.recent_start
+            row.memory = self.cfg.n_sink + self.cfg.budget + done.visible - done.recent_start
+        return done._replace(copied=row.memory)
+
+    def run(self, first: int, tokens, plans: list[RowStep], n_logits=1):
+        """One forward pass: tokens (B', T) for rows first .. first + B' - 1, as `plans` says.
+
+        Returns the last n_logits logits (B', n_logits, V).  The rows' state is the caller's business.
         """
         device, T = self.model.device, len(tokens[0])
-        first_new = [-1 if p.reason == "ended" else p.length - T for p in parts]
-        plan = [
-            (new, p.start, p.visible, p.memory, self._high(p))
-            for new, p in zip(first_new, parts, strict=True)
+        numbers = [
+            (-1 if p.reason == "ended" else p.length - T, p.start, p.visible, p.memory, p.recent_start)
+            for p in plans
         ]
         pinned = device.type == "cuda"  # then the host need not wait for the copy
         upload = lambda x: torch.tensor(x, pin_memory=pinned).to(device, non_blocking=True)
-        inputs = upload(tokens), upload(plan)
-        self.last = [(first, parts, n_logits, *inputs)]
-        all_rows = len(parts) == len(self.rows)
-        if self.capture and T == 1 and all_rows and not any(p.refresh for p in parts):
-            self.schedule.join()
+        inputs = upload(tokens), upload(numbers)
+        self.passes.append((first, plans, n_logits, *inputs))
+        all_rows = len(plans) == len(self.rows)
+        if self.capture and T == 1 and all_rows and not any(p.refresh for p in plans):
+            self.cache.schedule.wait_for_all()
             if self.captured is None:
-                forward = lambda *inputs: self._forward(first, parts, n_logits, *inputs)
+                forward = lambda *inputs: self.forward(first, plans, n_logits, *inputs)
                 self.captured = self.capture(forward, *inputs)
             return self.captured(*inputs)
-        try:
-            return self._forward(first, parts, n_logits, *inputs)
-        except FloatingPointError:
-            raise ValueError(self._not_finite()) from None
+        return self.forward(first, plans, n_logits, *inputs)
 
-    def _forward(self, first: int, parts: list[Part], n_logits: int, tokens, plan):
-        """`_run` on the device: tokens (B', T) and plan (B', 5) int64, each row's first position, start,
-        length, memory slot and start of the recent window.  Without a refresh nothing else is read of
-        `parts`, so a captured pass may be replayed with another plan.
-        """
-        cached, T = slice(first, first + len(parts)), tokens.shape[1]
-        position, start, length, memory, high = (column.contiguous() for column in plan.unbind(1))
-        refreshed = any(p.refresh for p in parts)
-        wanted = refreshed and (self.observe or self.cfg.budget)
-        rows = self.model.config.num_attention_heads * min(self.cfg.n_evidence, T)  # of evidence, K * R
+    def forward(self, first: int, plans: list[RowStep], n_logits: int, tokens, numbers):
+        """`run` on the device: tokens (B', T) and numbers (B', 5), int64."""
+        position, *more = (column.contiguous() for column in numbers.unbind(1))
+        attention = self.cache.attention(slice(first, first + len(plans)), plans, position, *more)
+        positions = position.clamp_min(0)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        return self.model(tokens, positions, attention, self.cache.ops.linear, n_logits)
 
-        def attention(layer, q, k, v):
-            self.schedule.before(layer)
-            K, V = self.cache.k[layer, cached], self.cache.v[layer, cached]  # (B', K, cap + S_max, D)
-            self.ops.append(k, v, K, V, self.key_norm[layer, cached], position, memory)
-            scores = None
-            if wanted:
-                width = -(-max(p.visible for p in parts) // 16) * 16  # rows of scores begin aligned
-                shape = (len(parts), K.shape[1], rows // K.shape[1], width)
-                scores = self.schedule.room(shape, q.device)
-            out, scores = self.ops.attend(q, K, V, start, length, scores)
-            if refreshed:
-                refresh = lambda: self._refresh(cached, layer, parts, high, length, scores)
-                self.schedule.beside(layer, refresh, (high, length))
-            return out
-
-        positions = position.clamp_min(0)[:, None] + torch.arange(T, device=tokens.device)  # (B', T)
-        return self.model(tokens, positions, attention, n_logits)
-
-    def _checked(self, logits):
-        """The logits of the last pass; ValueError if they are not finite."""
-        if not logits.isfinite().all():
-            raise ValueError(self._not_finite())
-        return logits
-
-    def _not_finite(self) -> str:
-        """What to say of a pass that gave a NaN or an infinity: where it came up first, found by running the
-        same pass again.
-        """
-        found, passed = [], []
-
-        def look(block, inputs, out):
-            passed.append(block)
-            if not out.isfinite().all():
-                found.append(f"layer {block.self_attn.layer}")
-
-        hooks = [block.register_forward_hook(look) for block in self.model.model["layers"]]
-        try:
-            for each in self.last:
-                passed.clear()
-                self._forward(*each)
-            found.append("the output head")
-        except FloatingPointError:
-            found.append(f"the attention of layer {len(passed)}")
-        for hook in hooks:
-            hook.remove()
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        advice = "try dtype float32 where it is another, or fetch the checkpoint again"
-        return f"{found[0]} gives values that are not finite, in {dtype}; {advice}"
-
-    def _high(self, part: Part) -> int:
-        """Where the recent window of a part's new memory starts; -1: it gets none.  What is not yet checked
-        does not count.
-        """
-        return self.cfg.recent_start(part.visible - part.drafted) if part.refresh else -1
-
-    def _refresh(self, rows: slice, layer: int, parts: list[Part], high, length, scores):
-        """Choose and copy the memory of a layer for those of the rows that are refreshed; high, length (B',)
-        int64 and the scores of `attend` belong to the rows.
-        """
-        K, V = self.cache.k[layer, rows], self.cache.v[layer, rows]
-        slots = torch.empty((*K.shape[:2], 0), dtype=torch.int64, device=K.device)
-        if n := self.cfg.budget:
-            key_norm, past = self.key_norm[layer, rows], self.past[layer, rows]
-            slots = self.ops.select(scores, key_norm, past, high, n, self.cfg)  # (B', K, N)
-        self.ops.rebuild(K, V, slots, self.cap, self.cfg.n_sink, high, length)
-        for i, part in enumerate(parts):
-            if self.observe and part.refresh:
-                seen = None if scores is None else scores[i][..., : part.visible]
-                self.observe(rows.start + i, layer, part, slots[i], seen)
-
-    def _reanchor(self, b: int) -> int:
+    def reanchor(self, b: int) -> int:
         """Policy window: rebuild sinks and window without a dense pass.  Returns tokens copied."""
-        row, rows = self.rows[b], slice(b, b + 1)
-        parts = [Part("fast", visible=row.length, refresh=True)]
-        high, length = torch.tensor([[self._high(parts[0])], [row.length]], device=self.model.device)
+        n = self.rows[b].length
+        plan = RowStep("re-anchor", visible=n, length=n, recent_start=self.cfg.recent_start(n))
+        at, length = torch.tensor([[plan.recent_start], [n]], device=self.model.device)
         for layer in range(self.model.config.num_hidden_layers):
-            self._refresh(rows, layer, parts, high, length, None)
-        row.memory, row.since = self._memory_size(parts[0]), 0
-        return row.memory
-
-    def dense_step(self, lengths: list[int]):
-        """A dense step that reads the first lengths[b] tokens of row b and changes no row: to time it."""
-        for b in range(len(self.rows)):
-            self._check_room(b, 1)
-        parts = [
-            Part("dense", self.cap, n, row.length + 1) for n, row in zip(lengths, self.rows, strict=True)
-        ]
-        self._run(0, [[0]] * len(parts), parts)
-
-    def _memory_size(self, part: Part) -> int:
-        return self.cfg.n_sink + self.cfg.budget + part.visible - self._high(part)
-
-    def _costs(self, row: Row) -> tuple[float, float]:
-        """b and f + c of `exact.py`: a pass of one token, and one more draft with its place in a pass, in
-        dense steps.  A row shares fast and dense steps with its batch, but its passes are its own, and of a
-        mixture of experts every token may read others.
-        """
-        kind = self.model.device.type
-        widened = kind == "cpu" and self.model.dtype != torch.float32 and not CPU_HAS_BF16
-        base, further = PASS["narrow " * widened + kind]
-        cached = self.model.config.kv_bytes(self.model.dtype)
-        memory = row.memory or self.cfg.n_sink + self.cfg.budget + self.cfg.n_recent
-        dense = self.weights + row.length * cached  # bytes of a step
-        alone = (self.weights_alone + row.length * cached) / dense
-        if (cost := self.cfg.draft_cost) is None:
-            cost = (self.weights + memory * cached + self.weights_further) / dense + further * alone
-            if kind == "cpu" and row.since + 2 > self.cfg.n_evidence:
-                cost += APART
-        return base * alone, cost
-
-    def _finish(self, row: Row, part: Part) -> Part:
-        """Book a pass into the row's state."""
-        if part.reason == "ended":
-            return part
-        row.length = part.length
-        if part.reason == "fast":
-            row.memory, row.since = row.memory + 1, row.since + 1
-            return part
-        row.since, row.memory = 0, self._memory_size(part) if part.refresh else 0
-        return part._replace(copied=row.memory)
+            self.cache.refresh(slice(b, b + 1), layer, [plan], at, length, None)
+        return self.record(self.rows[b], plan).copied
 
 
 class Step(NamedTuple):
     """What one step of the decode loop gave: the new tokens of each row (none where it has ended, or where
-    exact mode has only drafted; at times several where it has checked) and what made them.
+    exact mode has only drafted; at times several where it has verified) and what the rows did.
     """
 
     tokens: list[list[int]]
-    parts: list[Part]
+    rows: list[RowStep]
     fed: list[int]  # what each row is fed next, if it has not ended
 
 
@@ -598,34 +419,39 @@ def decode(
     stop_ids=(),
     sampling=GREEDY,
     progress=lambda n: None,
+    speculation: Speculation | None = None,
 ) -> Iterator[Step]:
     """Prefill every prompt (token ids), then generate until stop_ids or max_new_tokens end each row.
 
-    The first Step carries the prefill's parts.  progress(n) reports prompt tokens as they are cached.
+    The first Step carries the prefill's RowSteps.  progress(n) reports prompt tokens as they are cached.
+    speculation: exact mode's own, for who wants to look into it.
     """
     if len(prompts) != len(engine.rows):
         raise ValueError(
             f"{len(prompts)} prompts for an engine of {len(engine.rows)} rows; give one prompt a row"
         )
-    check_lengths(engine.model.config, [len(p) for p in prompts], max_new_tokens)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens = {max_new_tokens}; allowed is 0 or more")
     filled = [engine.prefill(b, prompt, progress=progress) for b, prompt in enumerate(prompts)]
-    logits, parts = torch.cat([logits for logits, _ in filled]), [part for _, part in filled]
-    new, ahead = [0] * len(prompts), [0] * len(prompts)  # tokens made, and drafts beyond them
-    live = [max_new_tokens > 0] * len(prompts)
-    while any(live):
-        fed, made, parts = engine.settle(logits, parts, sampling)
+    if not max_new_tokens:
+        return
+    if engine.cfg.exact and speculation is None:
+        speculation = Speculation(engine, sampling, stop_ids)
+    rows = [row_step for _, row_step in filled]
+    fed = engine.pick(torch.cat([logits for logits, _ in filled]), sampling)
+    made, left = [[token] for token in fed], [max_new_tokens] * len(prompts)
+    while True:
         for b, tokens in enumerate(made):
-            ahead[b] = 0 if tokens else ahead[b] + 1
-            last = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens))
-            made[b] = tokens[: min(last + 1, max_new_tokens - new[b])] if live[b] else []
-            new[b] += len(made[b])
-            live[b] = live[b] and last == len(tokens) and new[b] < max_new_tokens
-        yield Step(made, parts, fed)
-        ending = [
-            b
-            for b, token in enumerate(fed)
-            if new[b] + ahead[b] + 1 >= max_new_tokens or (ahead[b] and token in stop_ids)
-        ]
-        if any(live):
-            fed = [token if alive else None for token, alive in zip(fed, live, strict=True)]
-            logits, parts = engine.step(fed, ending)
+            end = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
+            made[b] = tokens[: left[b] if end is None else min(end, left[b])]
+            left[b] = left[b] - len(made[b]) if end is None else 0
+        yield Step(made, rows, fed)
+        if not any(left):
+            return
+        fed = [token if n else None for token, n in zip(fed, left, strict=True)]
+        if speculation:
+            made, rows, fed = speculation.step(fed, left)
+        else:
+            logits, rows = engine.step(fed)
+            fed = engine.pick(logits, sampling)
+            made = [[token] for token in fed]

@@ -1,4 +1,4 @@
-"""What is checked before any weights load: the user's files, the machine, the memory.
+"""What is checked of the user's files, before any weights load, and where a NaN came from, after a run.
 
 Each function raises ValueError with one line: what was got, what is allowed, what to do.  Used by
 `generate.py`.
@@ -9,13 +9,10 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
-import torch
-
 from command import story
-from memory import REFERENCE, Ops
-from model import CPU_HAS_BF16, DTYPES
-from sfi import SFIConfig
+from command.config import yarn_for
+from model import ModelConfig, NotFinite
+from sfi import Engine
 
 
 def read_prompt(name: str) -> str:
@@ -84,59 +81,43 @@ def check_plot(path: Path | None):
         raise ValueError("--plot needs matplotlib; pip install matplotlib, or leave the flag out")
 
 
-def choose_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
+def check_lengths(model: ModelConfig, prompt_tokens: list[int], max_new_tokens: int):
+    """ValueError unless every prompt has tokens and fits, with the new ones, into the model's positions."""
+    if not prompt_tokens or min(prompt_tokens) == 0:
+        raise ValueError("the prompt is empty; give at least one token of text")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens = {max_new_tokens}; allowed is 0 or more")
+    longest = max(prompt_tokens)
+    if longest + max_new_tokens > model.max_positions:
+        factor = yarn_for(model, longest + max_new_tokens)
         raise ValueError(
-            "--device cuda: PyTorch sees no CUDA device here; use --device cpu, or another torch"
+            f"prompt of {longest} tokens + {max_new_tokens} new ones = {longest + max_new_tokens}; the model "
+            f"has {model.max_positions} positions: shorten the prompt or lower max_new_tokens"
+            + f", or stretch the positions with --yarn {factor}"
+            * bool(factor)
         )
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name != "auto":
-        return DTYPES[name]
-    return torch.bfloat16 if device.type == "cuda" or CPU_HAS_BF16 else torch.float32
+def where_not_finite(engine: Engine) -> str:
+    """What to say of an engine whose last step gave a NaN or an infinity: where it came up first, found by
+    running the step's passes again.
+    """
+    found, passed = [], []
 
+    def look(block, inputs, out):
+        passed.append(block)
+        if not out.isfinite().all():
+            found.append(f"layer {block.self_attn.layer}")
 
-def choose_backend(name: str, device: torch.device, cfg: SFIConfig, quiet=False) -> Ops:
-    """The leaf operations to decode with; where `auto` cannot have Triton on a GPU it says so, once."""
-    if name == "reference" or (name == "auto" and device.type == "cpu"):
-        return REFERENCE
-    problem = triton_problem(device, cfg)
-    if problem is None:
-        from kernels import triton_ops
-
-        return triton_ops(device.type == "cuda")
-    if name == "triton":
-        raise ValueError(f"--backend triton: {problem}; or choose --backend reference")
-    if not quiet:
-        print(f"no optimized path: {problem}", file=sys.stderr)
-    return REFERENCE
-
-
-def triton_problem(device: torch.device, cfg: SFIConfig) -> str | None:
-    """Why the Triton kernels cannot run; None if they can."""
-    if find_spec("triton") is None:
-        return "Triton is not installed (it comes with CUDA builds of torch for Linux); pip install triton"
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "it needs a CUDA device, or TRITON_INTERPRET=1 in the environment to be interpreted, slowly"
-    if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
-        return "TRITON_INTERPRET is set, which runs kernels on a CPU; unset it"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs a GPU of compute capability 8.0 (A100) or newer"
-    from selector_kernels import unsupported
-
-    return unsupported(cfg)
-
-
-def check_memory(weights: int, cache: int, device: torch.device):
-    """ValueError if so many bytes of weights and cache do not fit."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch keeps for later is free too
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if weights + cache > free:
-        parts = f"{weights / 1e9:.1f} weights + {cache / 1e9:.1f} cache"
-        raise ValueError(
-            f"needs {(weights + cache) / 1e9:.1f} GB ({parts}), this machine has {free / 1e9:.1f} GB free; "
-            "choose a smaller model, a shorter prompt or a narrower --dtype"
-        )
+    hooks = [block.register_forward_hook(look) for block in engine.model.model["layers"]]
+    try:
+        for each in engine.passes:
+            passed.clear()
+            engine.forward(*each)
+        found.append("the output head")
+    except NotFinite:
+        found.append(f"the attention of layer {len(passed)}")
+    for hook in hooks:
+        hook.remove()
+    dtype = str(engine.model.dtype).removeprefix("torch.")
+    return f"{found[0]} gives values that are not finite, in {dtype}; {NotFinite.advice}"

@@ -1,30 +1,17 @@
 """From a checkpoint folder to a Model: strict, tensor by tensor, with about one copy of the weights in
 memory.
 
-Read before: `model.py`; used by `generate.py` and the other commands.
+Read before: `model.py`, `config.py`; used by `generate.py` and the measurements.
 """
 
-import json
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from command.config import read_config, read_json
 from model import DTYPES, Model, ModelConfig, inverse_frequencies
-
-
-def read_json(path: Path, default=None) -> dict:
-    """The object in a JSON file; `default` where the file is absent and one is given."""
-    if default is not None and not path.exists():
-        return default
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ValueError(f"cannot read {path} ({e}); fetch the checkpoint again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object; fetch the checkpoint again")
-    return content
 
 
 def shard_files(folder: Path) -> dict[Path, list[str]]:
@@ -108,14 +95,16 @@ def is_spare(name: str, config: ModelConfig) -> bool:
     return tied or name.endswith("rotary_emb.inv_freq")
 
 
-def load(folder, config: ModelConfig, dtype: torch.dtype | None = None, device="cpu") -> Model:
-    """Read a checkpoint folder into a Model of `dtype` (None: the checkpoint's own) on `device`.
+def load(folder, config: ModelConfig | None = None, dtype: torch.dtype | None = None, device="cpu") -> Model:
+    """Read a checkpoint folder into a Model of `dtype` (None: the checkpoint's own) on `device`; `config` is
+    what the folder's config.json says, unless given.
 
     Strict: every tensor is consumed, every parameter filled, every shape compared, before any is read;
     ValueError names the tensor.  Peak memory is about one copy of the weights: where dtype and device are the
     checkpoint's, the parameters are the mapped file itself.
     """
     folder = Path(folder)
+    config = config or read_config(folder)
     if dtype is None and config.dtype not in DTYPES:
         raise ValueError(
             f"config.json has dtype {config.dtype!r}; allowed are {', '.join(DTYPES)}: choose one with dtype"

@@ -5,11 +5,8 @@ Read before: `sfi.py`; used by `generate.py`.
 
 import os
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass, field
-
-import torch
 
 from command.text import Stream
 from model import Model
@@ -83,19 +80,6 @@ class Screen:
             print(text, end="", flush=True, file=self.file)
 
 
-class Clock:
-    """Seconds from its making to each mark, the device's queued work included."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.began, self.at = device, time.perf_counter(), {}
-
-    def mark(self, name: str) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.at[name] = time.perf_counter() - self.began
-        return self.at[name]
-
-
 @dataclass
 class Tally:
     """Counts over a run, after the prefill; a row-step is one row's part in a step."""
@@ -112,22 +96,22 @@ class Tally:
 
     def add(self, step: Step):
         """Count one Step."""
-        self.copied += sum(part.copied for part in step.parts)
-        parts = [
-            (tokens, p)
-            for tokens, p in zip(step.tokens, step.parts, strict=True)
-            if p.reason not in ("prefill", "ended")
+        self.copied += sum(row.copied for row in step.rows)
+        did = [
+            (tokens, row)
+            for tokens, row in zip(step.tokens, step.rows, strict=True)
+            if row.reason not in ("prefill", "ended")
         ]
-        self.passes[len(step.parts)] += any(not p.drafted for _, p in parts)
-        self.passes.update(p.drafted + 1 for _, p in parts if p.drafted)  # each check is a pass of its own
-        for tokens, part in parts:
-            self.reasons[part.reason] += 1
-            self.visible += part.visible
-            self.dense += sum(part.length - part.drafted + i for i in range(len(tokens)))
-            self.drafted, self.accepted = self.drafted + part.drafted, self.accepted + part.accepted
-            if part.reason == "fast":
-                self.fast_visible += part.visible
-                self.fast_dense += part.length
+        self.passes[len(step.rows)] += any(not row.drafted for _, row in did)
+        self.passes.update(row.drafted + 1 for _, row in did if row.drafted)  # each in a pass of its own
+        for tokens, row in did:
+            self.reasons[row.reason] += 1
+            self.visible += row.visible
+            self.dense += sum(row.length - row.drafted + i for i in range(len(tokens)))
+            self.drafted, self.accepted = self.drafted + row.drafted, self.accepted + row.accepted
+            if row.reason == "fast":
+                self.fast_visible += row.visible
+                self.fast_dense += row.length
 
     @property
     def fast(self) -> int:

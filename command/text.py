@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from command.loading import read_json
+from command.config import read_json
 
 # Stands inside a text where two neighbours must not become one token.  Unicode keeps this code point for such
 # use inside programs; in a text from outside it means nothing and is dropped.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from model import ModelConfig
-from sfi import Part, SFIConfig, Step
+from sfi import RowStep, SFIConfig, Step
 
 BINS = 400  # the picture's rows: positions are averaged into at most so many
 
@@ -40,7 +40,7 @@ class Trace:
         self.rows = [Watched() for _ in range(batch)]
         self.fed = [None] * batch
 
-    def refreshed(self, b: int, layer: int, part: Part, slots, scores):
+    def refreshed(self, b: int, layer: int, row_step: RowStep, slots, scores):
         """The engine's `observe`: compare the new memory of one row and layer with the one it replaces.
 
         overlap: the share of the newly selected positions that the old memory held.  mass: the share of the
@@ -48,8 +48,8 @@ class Trace:
         one, which is what a fast step would have seen.  Means over the KV heads and their queries.
         """
         row, found = self.rows[b], {}
-        length, high = part.visible, self.cfg.recent_start(part.visible - part.drafted)
-        new, old = self._mask(slots, high, length), row.slots.get(layer)
+        length, recent_start = row_step.visible, row_step.recent_start
+        new, old = self._mask(slots, recent_start, length), row.slots.get(layer)
         if old is not None:
             before = self._mask(*old, length)
             if slots.shape[1]:
@@ -59,50 +59,50 @@ class Trace:
             found["mass"] = (p * new).sum(-1).mean()
             if old is not None:
                 found["mass_before"] = (p * before).sum(-1).mean()
-        row.slots[layer] = slots, high
+        row.slots[layer] = slots, recent_start
         for name, value in found.items():
             row.found.setdefault(name, []).append(value.item())
         share = new.float().mean(0).cpu() / self.model.num_hidden_layers  # (length,)
         row.held = share if layer == 0 else row.held + share
 
-    def _mask(self, slots, high: int, length: int):
+    def _mask(self, slots, recent_start: int, length: int):
         """Which of the first `length` positions a memory shows, (K, length) bool, per KV head."""
         shown = torch.zeros((len(slots), length), dtype=torch.bool, device=slots.device)
         shown[:, : self.cfg.n_sink] = True
-        shown[:, high:] = True
+        shown[:, recent_start:] = True
         return shown.scatter_(1, slots, True)
 
     def step(self, step: Step, seconds: float) -> list[dict]:
         """The records of one Step of the decode loop, a row each that has not ended."""
         records = []
-        for b, (tokens, part) in enumerate(zip(step.tokens, step.parts, strict=True)):
-            if part.reason == "ended":
+        for b, (tokens, did) in enumerate(zip(step.tokens, step.rows, strict=True)):
+            if did.reason == "ended":
                 continue
             row = self.rows[b]
-            kind = part.reason if part.reason in ("prefill", "fast") else "slow"
+            kind = did.reason if did.reason in ("prefill", "fast") else "slow"
             mean = {name: round(sum(x) / len(x), 4) for name, x in row.found.items()}
             record = {
                 "step": self.steps,  # 0 is the prefill
                 "row": b,
                 "kind": kind,
-                "reason": part.reason,
+                "reason": did.reason,
                 "fed": self.fed[b],  # text of the token that the step read (null: the prompt)
                 "made": "".join(map(self.token_text, tokens)),
-                "read": part.visible,  # tokens attended to
-                "length": part.length,  # tokens that dense decoding would have attended to
-                "copied": part.copied,  # tokens copied into a new memory
+                "read": did.visible,  # tokens attended to
+                "length": did.length,  # tokens that dense decoding would have attended to
+                "copied": did.copied,  # tokens copied into a new memory
                 "overlap": mean.get("overlap"),
                 "mass_before": mean.get("mass_before"),
                 "mass": mean.get("mass"),
                 "ms": round(1e3 * seconds, 3),  # the whole step, all rows
             }
             if self.cfg.exact:
-                record |= {"drafted": part.drafted, "accepted": part.accepted}
+                record |= {"drafted": did.drafted, "accepted": did.accepted}
             records.append(record)
             self.fed[b] = self.token_text(step.fed[b])
-            if part.refresh:
+            if did.refresh:
                 row.slow.append((len(row.columns), mean.get("mass_before"), mean.get("mass")))
-            row.length = part.length - part.drafted + part.accepted
+            row.length = did.length - did.drafted + did.accepted
             row.columns.append(self._column(row))
             row.found = {}
         self.steps += 1

@@ -14,8 +14,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from exact import LEADS, SEEN
+from command.timing import dense_step, seconds
+from exact import LEADS, SEEN, Speculation
+from sampling import GREEDY
 from sfi import Engine, Row, SFIConfig
+from study.steps import filled, fits
 
 CHANCES = (0.7, 0.8, 0.9, 0.95, 0.99)
 SURE = 1000.0  # drafts that the chances count for, so that the rule knows them
@@ -42,57 +45,58 @@ def chances(path: Path | None) -> dict[str, tuple[list[float], list[float]]]:
     return found
 
 
-class Drawn(Engine):
-    """An engine of one row whose drafts are right by chance; `story` are the tokens it makes."""
+class Drawn(Speculation):
+    """Exact mode of one row whose drafts are right by chance; `story` are the tokens it makes."""
 
-    def draw(self, shares: list[float], right: list[float], story: list[int]):
+    def __init__(self, engine: Engine, shares: list[float], right: list[float], story: list[int]):
+        super().__init__(engine, GREEDY)
         self.shares, self.right, self.story, self.rng = shares, right, story, random.Random(0)
         self.expected = 1.0  # tokens that the last pass makes on average, over all draws
-        drafts = self.rows[0].drafts
+        drafts = self.drafts[0]
         drafts.seen = [SURE * share / sum(shares) + 1 for share in shares]
         drafts.right = [chance * seen for chance, seen in zip(right, drafts.seen, strict=True)]
 
-    def _read(self, logits, places, sampling):
-        super()._read(logits, places, sampling)
-        drafts, length = self.rows[0].drafts, self.rows[0].length
+    def draw(self, logits, places):
+        super().draw(logits, places)
+        drafts, (_, position) = self.drafts[0], places[-1]
         self.expected = 1.0 + sum(accumulate((self.right[i] for i in drafts.classes), mul))
+        token = self.story[position % len(self.story)]
         if len(places) > 1:
             wrong = [self.rng.random() > self.right[i] for i in drafts.classes]
             picked = [token + bad for token, bad in zip(drafts.tokens[1:], wrong, strict=True)]
-            return [(token, 0.0) for token in [*picked, self.story[length % len(self.story)]]]
+            return [*picked, token], [0.0] * len(places)
         i = self.rng.choices(range(len(self.shares)), self.shares)[0]
-        return [(self.story[length % len(self.story)], (0.0, *LEADS)[i])]
+        return [token], [(0.0, *LEADS)[i]]
 
 
-def measure(bench, engine: Drawn, drawn, story: list[int], rounds: int) -> dict:
+def measure(engine: Engine, shares, right, story: list[int], rounds: int) -> dict:
     """Time so many rounds of a row that was just filled, and a dense step in each; milliseconds."""
     model, context = engine.model, engine.rows[0].length
-    engine.draw(*drawn, story)
-    times, seen, token, drafted = {"dense": [], "fast": [], "pass": []}, [], story[0], 0
+    drawn, token, drafted = Drawn(engine, shares, right, story), story[0], 0
+    times, seen = {"dense": [], "fast": [], "pass": []}, []
     made, spent = [], []  # by every round: tokens, seconds
 
     def step():
-        nonlocal token, parts, certain
-        logits, parts = engine.step([token])
-        (token,), (certain,), parts = engine.settle(logits, parts)
+        nonlocal token, did, certain
+        (certain,), (did,), (token,) = drawn.step([token], [engine.max_length])
 
     for i in range(rounds + 1):
-        parts, certain, took = None, [], []
+        did, certain, took = None, [], []
         while not certain:
-            took.append(bench.seconds(step, model.device))
-            seen += [parts[0].visible] if parts[0].reason == "fast" else []
-        dense = bench.seconds(lambda: engine.dense_step([engine.rows[0].length]), model.device)
+            took.append(seconds(step, model.device))
+            seen += [did.visible] if did.reason == "fast" else []
+        dense = seconds(lambda: dense_step(engine, [engine.rows[0].length]), model.device)
         if i == 0:  # warm-up, and the first refresh
             seen.clear()
             continue
         times["dense"].append(dense)
         times["fast"] += took[:-1]
         times["pass"].append(took[-1])
-        made.append(engine.expected)
+        made.append(drawn.expected)
         spent.append(sum(took))
-        drafted += parts[0].drafted
+        drafted += did.drafted
     median = {f"{name}_ms": 1e3 * statistics.median(t) if t else None for name, t in times.items()}
-    weights, kv = engine.weights, model.config.kv_bytes(model.dtype)
+    weights, kv = drawn.weights, model.config.kv_bytes(model.dtype)
     bytes_ = (drafted + rounds) * weights + (sum(seen) + rounds * context) * kv
     return {
         "context": context,
@@ -111,7 +115,7 @@ def measure(bench, engine: Drawn, drawn, story: list[int], rounds: int) -> dict:
     }
 
 
-def rows(bench, model, contexts, all_drawn: dict, story: list[int], token_text, ops, rounds: int):
+def rows(model, contexts, all_drawn: dict, story: list[int], token_text, ops, rounds: int):
     """Print the table; returns its rows."""
     columns = ("dense_ms", "fast_ms", "pass_ms", "drafts_per_pass", "tokens_per_pass", "ms_per_token")
     columns += ("speedup", "byte_speedup")
@@ -119,14 +123,14 @@ def rows(bench, model, contexts, all_drawn: dict, story: list[int], token_text, 
     made, cfg = [], SFIConfig(exact=True)
     for context in contexts:
         new = (rounds + 1) * (cfg.max_interval + 2)
-        if not bench.fits(model, cfg, context, 1, new):
+        if not fits(model, cfg, context, 1, new):
             continue
         sizes = dict(max_length=context + new, new_tokens=new)
-        engine = bench.filled(Drawn(model, cfg, token_text, ops=ops, **sizes), context)
-        for name, drawn in tqdm(all_drawn.items(), leave=False, disable=None):
+        engine = filled(Engine(model, cfg, token_text, ops=ops, **sizes), context)
+        for name, chance in tqdm(all_drawn.items(), leave=False, disable=None):
             engine.rows = [Row(length=context)]
-            engine.past.zero_()
-            r = measure(bench, engine, drawn, story, rounds)
+            engine.cache.past.zero_()
+            r = measure(engine, *chance, story, rounds)
             made.append({"right": name, **r})
             cells = [f"{'' if r[c] is None else format(r[c], '.2f'):>15}" for c in columns]
             print(f"{context:9}{name:>10}" + "".join(cells), flush=True)

@@ -23,27 +23,27 @@ import torch
 from tqdm import tqdm
 
 from command import checkpoints, story
-from command.loading import load, read_json
+from command.config import read_config
+from command.loading import load
+from command.parser import Parser
 from command.text import Text
 from command.tracing import Trace
-from generate import Parser
-from model import DTYPES, ModelConfig
-from selector import STEPS
+from model import DTYPES
+from selector import SELECTORS
 from sfi import Engine, SFIConfig
+from study.forcing import force
 
 DENSE = SFIConfig(policy="dense")
 TAIL = 32  # tokens of the prompt that every row prefills itself: the evidence, and the refresh
 POLICIES = ("sentence", "fixed", "never", "window")  # in this order: `fixed` is fitted to `sentence`
 TASKS = ("continue", "keys", "several", "lookup", "free")
-SELECTORS = {  # of policy sentence; every other policy selects with the first
-    "follow": {},
-    "paper": dict(selector="paper"),
-    "span": dict(selector="span"),
+CHOICES = {  # of policy sentence; every other policy selects with the first
+    **{name: dict(selector=name) for name in SELECTORS},
     "mean": dict(selector="paper", steps=()),
     "paper geometric": dict(selector="paper", fusion="geometric"),
     **{
         f"{name} without {step}": dict(selector=name, steps=tuple(s for s in steps if s != step))
-        for name, steps in STEPS.items()
+        for name, (_, steps) in SELECTORS.items()
         for step in steps
     },
 }
@@ -77,7 +77,7 @@ def rows(policies, selectors, context: int, share: float, base: SFIConfig) -> li
         if policy == "window":
             made.append(Row(policy, "", replace(cfg, policy=policy, n_recent=recent + n_select), {}))
         for name in selectors if policy == "sentence" else ["follow"] * (policy in ("fixed", "never")):
-            made.append(Row(policy, name, replace(cfg, policy=policy, **SELECTORS[name]), {}))
+            made.append(Row(policy, name, replace(cfg, policy=policy, **CHOICES[name]), {}))
     return made
 
 
@@ -128,7 +128,7 @@ class Bench:
     def start(self, cfg: SFIConfig, observe=None):
         """An engine of the row's configuration at the prompt's end, and its logits (1, V)."""
         engine = self.base.fork(cfg)
-        engine.observe = observe
+        engine.cache.observe = observe
         return engine, engine.prefill(0, self.tail)[0]
 
     def greedy(self, cfg: SFIConfig, new: int) -> list[int]:
@@ -143,9 +143,9 @@ class Bench:
         trace = Trace(self.model.config, cfg, self.text.token_text, 1, self.base.max_length)
         engine, first = self.start(cfg, trace.refreshed)
         logits, slow = [first], 0
-        for some, parts in engine.force(0, tokens[:-1]):
+        for some, row_steps in force(engine, 0, tokens[:-1]):
             logits.append(some)
-            slow += sum(part.refresh for part in parts)
+            slow += sum(row_step.refresh for row_step in row_steps)
         covered = trace.rows[0].found.get("mass_before")
         return torch.cat(logits).log_softmax(-1), slow, float(np.mean(covered)) if covered else math.nan
 
@@ -269,7 +269,7 @@ def check_trained(model, text: Text):
     """ValueError for a model that knows nothing: quality of random weights means nothing."""
     ids = text.encode(story.story())[:256]
     engine = Engine(model, DENSE, text.token_text, max_length=256, new_tokens=0)
-    logits = torch.cat([some for some, _ in engine.force(0, ids)])[:-1]
+    logits = torch.cat([some for some, _ in force(engine, 0, ids)])[:-1]
     nll = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])).item()
     if nll > 0.7 * math.log(model.config.vocab_size):
         raise ValueError(
@@ -317,7 +317,7 @@ def samples(task: str, text: Text, context: int, new: int, count: int, source: l
 
 
 def main(argv=None):
-    p = Parser("eval.py", "What Slow-Fast Inference keeps of dense decoding, on a real model.")
+    p = Parser("study.eval", "What Slow-Fast Inference keeps of dense decoding, on a real model.")
     add = p.add_argument
     add("--ckpt", default="smollm2", help="as for generate.py; trained weights")
     add("--task", nargs="+", default=["continue", "keys"], help=f"{', '.join(TASKS)}, or a FILE.jsonl")
@@ -325,7 +325,7 @@ def main(argv=None):
     add(
         "--selector",
         nargs="+",
-        choices=SELECTORS,
+        choices=CHOICES,
         default=["follow", "paper"],
         help="rows of policy sentence",
     )
@@ -355,7 +355,7 @@ def main(argv=None):
         tables = {t: rows(args.policy, args.selector, args.context, args.share, base) for t in args.task}
         files = {t: read_tasks(Path(t)) for t in args.task if t not in TASKS}
         folder = checkpoints.resolve(args.ckpt)
-        config, text = ModelConfig.from_dict(read_json(folder / "config.json")), Text(folder)
+        config, text = read_config(folder), Text(folder)
         source = text.encode(args.text.read_text(encoding="utf-8-sig")) if args.text else []
         if source and len(source) <= args.context + args.new:
             raise ValueError(f"--text has {len(source)} tokens; give more than --context + --new")

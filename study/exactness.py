@@ -15,16 +15,17 @@ from pathlib import Path
 from tqdm import tqdm
 
 from command import checkpoints
-from command.loading import load, read_json
+from command.config import read_config
+from command.loading import load
+from command.parser import Parser
 from command.report import Tally
 from command.text import Text
-from exact import LEADS, Drafts
-from generate import Parser
-from model import DTYPES, ModelConfig
+from exact import LEADS, Drafts, Speculation
+from model import DTYPES
 from sampling import GREEDY, Sampling, noisy
 from sfi import Engine, SFIConfig, decode
-from study.bench import commit
 from study.eval import DENSE, Bench, filler, needle
+from study.steps import commit
 
 KINDS = ("continuation", "key", "list", "code", "chat")
 TIE = 1e-3  # logits
@@ -53,10 +54,12 @@ def prompt(kind: str, i: int, text: Text) -> list[int]:
 def decoded(bench: Bench, cfg: SFIConfig, new: int, sampling: Sampling):
     """(tokens, Tally, Drafts) of one decode from a copy of what the bench's prompt has cached."""
     engine, tally, tokens = bench.base.fork(cfg), Tally(), []
-    for step in decode(engine, [bench.tail], max_new_tokens=new, sampling=sampling):
+    speculation = Speculation(engine, sampling) if cfg.exact else None
+    settings = dict(max_new_tokens=new, sampling=sampling, speculation=speculation)
+    for step in decode(engine, [bench.tail], **settings):
         tally.add(step)
         tokens += step.tokens[0]
-    return tokens, tally, engine.rows[0].drafts
+    return tokens, tally, speculation and speculation.drafts[0]
 
 
 def parted(model, text: Text, ids: list[int], dense: list[int], exact: list[int], sampling: Sampling):
@@ -71,7 +74,7 @@ def parted(model, text: Text, ids: list[int], dense: list[int], exact: list[int]
 
 
 def main(argv=None):
-    p = Parser("exactness.py", "Exact mode's tokens against dense decoding's, on a real model.")
+    p = Parser("study.exactness", "Exact mode's tokens against dense decoding's, on a real model.")
     add = p.add_argument
     add("--ckpt", default="smollm2", help="as for generate.py; trained weights")
     add("--prompts", type=int, default=40, metavar="N", help="prompts, of five kinds in turn")
@@ -90,7 +93,7 @@ def main(argv=None):
         ]
         samplings = [Sampling(t, seed=1) if t else GREEDY for t in args.temperature]
         folder = checkpoints.resolve(args.ckpt)
-        config, text = ModelConfig.from_dict(read_json(folder / "config.json")), Text(folder)
+        config, text = read_config(folder), Text(folder)
         model = load(folder, config, DTYPES[args.dtype])
     except (ValueError, OSError) as e:
         p.error(" ".join(str(e).split()))

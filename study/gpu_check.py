@@ -2,7 +2,7 @@
 
 First whether the kernels equal the reference at real sizes and whole decodes give the same tokens, with and
 without overlap and captured steps; then what they are worth: attention against a device copy, against the
-share of tokens kept, and the steps of whole models.  Weights and caches are random.  Read before: `bench.py`,
+share of tokens kept, and the steps of whole models.  Weights and caches are random.  Read before: `steps.py`,
 `kernels.py`.
 """
 
@@ -17,10 +17,12 @@ import memory
 import model
 import selector
 from command import story
-from command.checks import check_memory
+from command.config import model_config
+from command.machine import cache_bytes, check_memory
+from command.timing import seconds
 from memory import REFERENCE
-from model import ModelConfig
-from sfi import Engine, SFIConfig, cache_bytes
+from sfi import Engine, SFIConfig
+from study.steps import QWEN3_06B, machine, measure, random_model
 
 DEFAULT = SFIConfig()
 
@@ -104,13 +106,15 @@ def check_kernels(device, sizes: Sizes) -> list[dict]:
     ]
     for name, case in cases:
         rows += check_attention(device, sizes.dtype, name, *case)
-    high, length = torch.tensor([[n - n // 512, -1, n // 2], [n, n, n // 2 + n // 400]], device=device)
+    recent_start, length = torch.tensor(
+        [[n - n // 512, -1, n // 2], [n, n, n // 2 + n // 400]], device=device
+    )
     for name in ("follow", "paper"):
         cfg = SFIConfig(selector=name, n_select=min(1536, n // 8))
         scores = 3 * torch.randn(3, h, 2, n, device=device)
         key_norm, past = torch.rand(2, 3, h, n, device=device) + 0.1
         past /= past.sum(-1, keepdim=True)
-        args, both = (high, cfg.n_select, cfg), (past.clone(), past.clone())
+        args, both = (recent_start, cfg.n_select, cfg), (past.clone(), past.clone())
         want, got = (
             s.select(scores, key_norm, mine, *args) for s, mine in zip((selector, kernels), both, strict=True)
         )
@@ -125,8 +129,8 @@ def check_kernels(device, sizes: Sizes) -> list[dict]:
     K, V = torch.randn(2, 3, h, cap + n, 128, dtype=sizes.dtype, device=device)
     copy = K.clone(), V.clone()
     slots = torch.rand(3, h, n // 2 - 4, device=device).topk(cap // 2).indices.sort(-1).values + 4
-    memory.rebuild(K, V, slots, cap, 4, high, length)
-    kernels.rebuild(*copy, slots, cap, 4, high, length)
+    memory.rebuild(K, V, slots, cap, 4, recent_start, length)
+    kernels.rebuild(*copy, slots, cap, 4, recent_start, length)
     new = torch.randn(2, 3, 1, h, 128, device=device).to(sizes.dtype)
     at = torch.tensor([[n - 1, -1, 5], [cap - 1, -1, -1]], device=device)
     norm = torch.zeros(2, 3, h, n, device=device)
@@ -138,7 +142,7 @@ def check_kernels(device, sizes: Sizes) -> list[dict]:
     return [*rows, {"check": "append: key norms", "error": error, "allowed": 1e-4}]
 
 
-def check_decodes(device, sizes: Sizes, bench) -> list[dict]:
+def check_decodes(device, sizes: Sizes) -> list[dict]:
     """The reference decodes unequal rows in fp32, with mixed steps; then every variant is fed its tokens.
     Logits of the kernels may differ a little, as where two tokens are nearly as good another may be selected;
     with overlap or captured steps off they must be the same bit for bit.
@@ -146,10 +150,10 @@ def check_decodes(device, sizes: Sizes, bench) -> list[dict]:
     import kernels
 
     cuda = device.type == "cuda"
-    config = ModelConfig.from_dict(bench.QWEN3_06B | dict(sizes.base))
+    config = model_config(QWEN3_06B | dict(sizes.base))
     config = replace(config, num_hidden_layers=sizes.layers)
     texts = pieces(10**6)[1]
-    lm, rows = bench.random_model(config, torch.float32, device), []
+    lm, rows = random_model(config, torch.float32, device), []
     prompts = [[(7 * i + b) % config.vocab_size for i in range(n)] for b, n in enumerate(sizes.prompts)]
     size = dict(batch=len(prompts), max_length=max(sizes.prompts) + sizes.new, new_tokens=sizes.new)
     variants = {"triton": kernels.triton_ops(cuda)}
@@ -164,8 +168,8 @@ def check_decodes(device, sizes: Sizes, bench) -> list[dict]:
         want = [torch.cat([engine.prefill(b, prompt)[0] for b, prompt in enumerate(prompts)])]
         tokens, mixed = [engine.pick(want[0])], 0
         for _ in range(sizes.new):
-            logits, parts = engine.step(tokens[-1])
-            mixed += len({part.refresh for part in parts}) == 2
+            logits, did = engine.step(tokens[-1])
+            mixed += len({row_step.refresh for row_step in did}) == 2
             want.append(logits)
             tokens.append(engine.pick(logits))
         rows.append({"check": f"decode, {name}: no step is mixed", "error": int(mixed == 0), "allowed": 0})
@@ -181,7 +185,7 @@ def check_decodes(device, sizes: Sizes, bench) -> list[dict]:
     return rows
 
 
-def in_a_row(work, device, seconds, times=20) -> float:
+def in_a_row(work, device, times=20) -> float:
     """Seconds of one of `times` calls; on a GPU they are one graph, so that no launch is timed.  What fits
     the GPU's cache, such as a small share, is then read from there.
     """
@@ -196,11 +200,11 @@ def in_a_row(work, device, seconds, times=20) -> float:
     return seconds(graph.replay, device) / times
 
 
-def attention_speed(device, sizes: Sizes, seconds) -> dict:
+def attention_speed(device, sizes: Sizes) -> dict:
     """Attention: share of the copy bandwidth by length, batch 8, and how much faster it is by share kept."""
     import kernels
 
-    some = lambda work: statistics.median(in_a_row(work, device, seconds) for _ in range(sizes.repeats))
+    some = lambda work: statistics.median(in_a_row(work, device) for _ in range(sizes.repeats))
     x = torch.empty(8192 * sizes.length, dtype=torch.int8, device=device)  # 1 GiB
     y = torch.empty_like(x)
     copy = 2 * x.nbytes / some(lambda: y.copy_(x))
@@ -225,16 +229,16 @@ def attention_speed(device, sizes: Sizes, seconds) -> dict:
     return {"copy_gb_s": copy / 1e9, "attention": rows, "faster_by_share_kept": kept}
 
 
-def main(device, bench, sizes=Sizes()) -> dict:
-    """All of it, printed as it comes; `bench` is the module of that name, which may run as the program."""
+def main(device, sizes=Sizes()) -> dict:
+    """All of it, printed as it comes."""
     from kernels import triton_ops
 
-    cuda, result = device.type == "cuda", {"machine": bench.machine(device), "torch": torch.__version__}
-    result["checks"] = check_kernels(device, sizes) + check_decodes(device, sizes, bench)
+    cuda, result = device.type == "cuda", {"machine": machine(device), "torch": torch.__version__}
+    result["checks"] = check_kernels(device, sizes) + check_decodes(device, sizes)
     for row in result["checks"]:
         verdict = "ok" if row["error"] <= row["allowed"] else "WRONG"
         print(f"{verdict:6}{row['check']:64}{row['error']:12.3g} of {row['allowed']:.3g}", flush=True)
-    result |= attention_speed(device, sizes, bench.seconds)
+    result |= attention_speed(device, sizes)
     print(f"copy: {result['copy_gb_s']:.0f} GB/s")
     for row in result["attention"]:
         print(
@@ -244,7 +248,7 @@ def main(device, bench, sizes=Sizes()) -> dict:
         )
     print("faster by share kept:", {k: round(v, 1) for k, v in result["faster_by_share_kept"].items()})
     ids, texts = pieces(sizes.steps)
-    sizes_of = {"0.6b": bench.QWEN3_06B | dict(sizes.base), "4b": bench.QWEN3_06B | QWEN3_4B}
+    sizes_of = {"0.6b": QWEN3_06B | dict(sizes.base), "4b": QWEN3_06B | QWEN3_4B}
     result["rows"] = []
     names = ("dense_ms", "fast_ms", "slow_ms", "gather_ms", "speedup", "byte_speedup")
     print(f"{'model':>6}{'batch':>6}{'tokens':>8}" + "".join(f"{name:>14}" for name in names))
@@ -252,8 +256,8 @@ def main(device, bench, sizes=Sizes()) -> dict:
     for name, batch in sizes.models:
         if name != loaded:
             lm, loaded = None, name
-            config = ModelConfig.from_dict(sizes_of[name])
-            lm = bench.random_model(config, sizes.dtype, device)
+            config = model_config(sizes_of[name])
+            lm = random_model(config, sizes.dtype, device)
         for context in sizes.contexts:
             length = dict(max_length=context + len(ids), new_tokens=len(ids))
             try:
@@ -262,7 +266,7 @@ def main(device, bench, sizes=Sizes()) -> dict:
             except ValueError as e:
                 print(f"{name:>6}{batch:6}{context:8}   left out: {str(e).split(';')[0]}")
                 continue
-            row = bench.measure(lm, sizes.cfg, context, batch, ids, texts.__getitem__, triton_ops(cuda))
+            row = measure(lm, sizes.cfg, context, batch, ids, texts.__getitem__, triton_ops(cuda))
             result["rows"].append({"model": name} | row)
             cells = "".join(f"{row[key]:14.2f}" for key in names)
             print(f"{name:>6}{batch:6}{context:8}{cells}", flush=True)

@@ -18,10 +18,10 @@ import torch
 from tqdm import tqdm
 
 from command import checkpoints
-from command.loading import load, read_json
+from command.config import read_config
+from command.loading import load
+from command.parser import Parser
 from command.text import Text
-from generate import Parser
-from model import ModelConfig
 from sfi import Engine, SFIConfig, advance
 from study.eval import check_trained, interval, samples
 
@@ -43,8 +43,8 @@ def supports(model, text: Text, ids: list[int], new: int, recent: int, top: int)
     """Per layer, overlap and mass (K, T, T) of the last `new` tokens' queries, earlier by later."""
     cfg, found = SFIConfig(n_evidence=new, n_recent=max(new, recent), n_select=1, n_sink=4), []
 
-    def observe(row, layer, part, slots, scores):
-        p = scores.unflatten(1, (-1, new)).softmax(-1).mean(1)[..., cfg.n_sink : part.visible - new - recent]
+    def observe(row, layer, did, slots, scores):
+        p = scores.unflatten(1, (-1, new)).softmax(-1).mean(1)[..., cfg.n_sink : did.visible - new - recent]
         chosen = torch.zeros_like(p).scatter_(-1, p.topk(top).indices, 1.0)  # (K, T, M)
         held = chosen @ p.transpose(1, 2)  # (K, earlier, later)
         own = held.diagonal(dim1=1, dim2=2)  # (K, T)
@@ -97,7 +97,7 @@ def draw(mean, path: Path):
 
 
 def main(argv=None):
-    p = Parser("stability.py", "Overlap of the top attention tokens over distance and sentence ends.")
+    p = Parser("study.stability", "Overlap of the top attention tokens over distance and sentence ends.")
     p.add_argument("--ckpt", default="smollm2", help="as for generate.py; trained weights")
     p.add_argument("--text", type=Path, metavar="FILE", help="a long text; none: the built-in one")
     p.add_argument("--samples", type=int, default=20, metavar="N", help="places in the text")
@@ -115,7 +115,7 @@ def main(argv=None):
         source = text.encode(args.text.read_text(encoding="utf-8-sig")) if args.text else []
         if source and len(source) <= args.context + args.new:
             raise ValueError(f"--text has {len(source)} tokens; give more than --context + --new")
-        model = load(folder, ModelConfig.from_dict(read_json(folder / "config.json")), torch.float32)
+        model = load(folder, read_config(folder), torch.float32)
         check_trained(model, text)
     except (ValueError, OSError) as e:
         p.error(" ".join(str(e).split()))

@@ -1,4 +1,4 @@
-"""Shared by the tests: tiny random checkpoints, plain dense decoding, and the real small model."""
+"""Fixtures of the tests, and how they run the command."""
 
 import json
 import os
@@ -13,37 +13,17 @@ if not torch.cuda.is_available():  # read when the kernels are imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
-import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import generate
 from command import checkpoints
-from command.loading import load, read_json
 from command.text import Text
-from model import KVCache, ModelConfig, attend
+from tests.tiny import load_folder, make_checkpoint
 
-HERE = Path(__file__).resolve().parent.parent  # the project
-SHARED = HERE.parent / "shared"
-# Every dimension differs from every other, so that a swapped axis cannot hide.
-SIZES = dict(
-    vocab_size=97,
-    hidden_size=40,
-    intermediate_size=56,
-    num_hidden_layers=3,
-    max_position_embeddings=4096,
-    rms_norm_eps=1e-5,
-)
-MOE = dict(
-    num_experts=5,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    norm_topk_prob=True,
-    decoder_sparse_step=1,
-    mlp_only_layers=[1],
-)
-
-# Flags under which a short prompt sees fast and slow steps.
-SMALL = "--n-select 20 --n-recent 16 --max-interval 8 --min-gap 2 --max-new-tokens 20".split()
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+# Flags under which a short prompt sees fast and slow steps, in one dtype on every machine.
+FLAGS = "--dtype float32 --n-select 20 --n-recent 16 --max-interval 8 --min-gap 2 --max-new-tokens 20".split()
 
 # A chat template in the manner of published ones.
 TEMPLATE = """{%- for message in messages %}
@@ -53,47 +33,6 @@ TEMPLATE = """{%- for message in messages %}
     {{- '<|im_start|>assistant\\n' }}
     {%- if not enable_thinking | default(true) %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}"""
-
-# A config.json for tests that load no weights.
-BASE = dict(
-    model_type="qwen3",
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=56,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=4096,
-    rope_theta=1e6,
-)
-
-
-def make_checkpoint(
-    folder,
-    kind="qwen3",
-    heads=6,
-    kv_heads=2,
-    head_dim=16,
-    max_shard_size="1GB",
-    dtype=torch.float32,
-    **config,
-):
-    """Write a random checkpoint, norms and biases too; returns transformers' model of it in fp32."""
-    torch.manual_seed(0)
-    config = SIZES | (MOE if kind == "qwen3_moe" else {}) | {"rope_theta": 10000.0} | config
-    config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
-    theta = config.pop("rope_theta")
-    rope = {"rope_type": "default"} | config.pop("rope_parameters", {}) | {"rope_theta": theta}
-    hf = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(kind, **config, rope_parameters=rope), attn_implementation="eager"
-    )
-    for name, p in hf.named_parameters():
-        if "norm" in name or name.endswith("bias"):
-            torch.nn.init.normal_(p, mean=float("norm" in name), std=0.3)
-        elif p.dim() > 1:
-            torch.nn.init.normal_(p, std=1.5 * p.shape[-1] ** -0.5)
-    hf.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    return transformers_model(folder, torch.float32)
 
 
 def byte_tokenizer():
@@ -122,40 +61,9 @@ def run(capsys, *argv):
     return out.out, out.err, code
 
 
-def command(*argv):
+def shell_line(*argv):
     """The command in a process of its own, as a shell line."""
     return shlex.join([sys.executable, "generate.py", *map(str, argv)])
-
-
-def transformers_model(folder, dtype):
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager"
-    ).eval()
-
-
-def edit_config(folder, **changes):
-    """Change keys of config.json; None removes one."""
-    path = Path(folder) / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-
-
-def load_folder(folder, dtype=torch.float32):
-    return load(folder, ModelConfig.from_dict(read_json(Path(folder) / "config.json")), dtype)
-
-
-def dense_logits(model, tokens, first=0):
-    """Logits (B, T, V) of one dense pass over tokens (B, T) from position `first`, without the engine."""
-    B, T = tokens.shape
-    cache = KVCache(model.config, B, T, model.dtype, "cpu")
-
-    def attention(layer, q, k, v):
-        cache.k[layer], cache.v[layer] = k.transpose(1, 2), v.transpose(1, 2)
-        return attend(
-            q, cache.k[layer], cache.v[layer], torch.zeros(B, dtype=torch.int64), torch.full((B,), T)
-        )[0]
-
-    return model(tokens, torch.arange(first, first + T).expand(B, T), attention, n_logits=T)
 
 
 @pytest.fixture(scope="session")
@@ -190,7 +98,16 @@ def damaged(folder, tmp_path):
     copy = tmp_path / "damaged"
     shutil.copytree(folder, copy)
     (tmp_path / "hello.txt").write_text("hello")
-    return copy, ["--ckpt", copy, "--prompt", tmp_path / "hello.txt", "--max-new-tokens", 2]
+    return copy, [
+        "--ckpt",
+        copy,
+        "--prompt",
+        tmp_path / "hello.txt",
+        "--dtype",
+        "float32",
+        "--max-new-tokens",
+        2,
+    ]
 
 
 @pytest.fixture(scope="session")

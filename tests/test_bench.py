@@ -7,9 +7,9 @@ import torch
 
 from memory import REFERENCE
 from model import attend
-from sfi import SFIConfig
-from study import bench, bench_exact
-from tests.test_engine import SMALL, token_text
+from sfi import Engine, SFIConfig
+from study import bench, bench_exact, steps
+from tests.tiny import SMALL, token_text
 
 
 def test_gathering_by_index_equals_reading_a_packed_block():
@@ -20,14 +20,14 @@ def test_gathering_by_index_equals_reading_a_packed_block():
     start, length = torch.zeros(2, dtype=torch.int64), torch.tensor([12, 12])
     packed = [torch.stack([x[b, h, positions[h]] for h in range(3)]) for x in (K, V) for b in range(2)]
     want, _ = attend(q, torch.stack(packed[:2]), torch.stack(packed[2:]), start, length)
-    got, _ = bench.gathering(positions, attend)(q, K, V, start, length)
+    got, _ = steps.gathering(positions, attend)(q, K, V, start, length)
     torch.testing.assert_close(got, want)
 
 
 def test_a_row_of_the_table(tiny):
     """All kinds of steps are timed, and counts and bytes are the schedule's."""
     words = [0, 1, 2, 3, 5, 7] * 8  # a sentence starts every six tokens
-    r = bench.measure(tiny, SMALL, 90, 2, words, token_text, REFERENCE)
+    r = steps.measure(tiny, SMALL, 90, 2, words, token_text, REFERENCE)
     assert {"dense", "fast", "slow", "gather"} == set(r["quartiles_ms"])
     assert all(r[f"{name}_ms"] > 0 for name in r["quartiles_ms"])
     assert (r["context"], r["batch"]) == (90, 2) and 20 < r["visible"] < 40
@@ -46,14 +46,13 @@ def test_rounds_of_exact_mode(tiny, chance):
     """Drafts are right as often as asked for, and tokens, drafts and bytes are those of the rounds."""
     cfg = SFIConfig(n_sink=2, n_select=10, n_recent=8, align=4, max_interval=9, min_gap=9, n_evidence=5)
     cfg = replace(cfg, exact=True, draft_cost=0.05)
-    engine = bench_exact.Drawn(tiny, cfg, token_text, max_length=500, new_tokens=400)
-    drawn = [1.0] * 6, [chance] * 6
-    r = bench_exact.measure(bench, bench.filled(engine, 90), drawn, [1, 3, 4, 6] * 50, 30)
+    engine = steps.filled(Engine(tiny, cfg, token_text, max_length=500, new_tokens=400), 90)
+    r = bench_exact.measure(engine, [1.0] * 6, [chance] * 6, [1, 3, 4, 6] * 50, 30)
     m, made = r["drafts_per_pass"], r["tokens_per_pass"]
     assert made == (1 if chance == 0 else m + 1 if chance == 1 else made) and made <= m + 1
     assert m == 9 if chance == 1 else m < 9
     assert r["dense_ms"] > 0 and r["pass_ms"] > 0 and r["speedup"] > 0
-    weights, kv = engine.weights, tiny.config.kv_bytes(tiny.dtype)
+    weights, kv = tiny.weight_bytes(tiny.dtype, 1)[1], tiny.config.kv_bytes(tiny.dtype)
     if chance == 1:  # a fast step sees the sinks, those selected, 8 to 11 recent, the pass's and its own
         low, high = (made * (weights + 90 * kv) / ((m + 1) * weights + (90 + m * v) * kv) for v in (42, 30))
         assert low < r["byte_speedup"] < high
@@ -80,7 +79,7 @@ def test_too_small_a_benchmark_is_refused(capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_the_check_for_gpus_on_toy_sizes(capsys):
-    """All of `bench.py --check` in Triton's interpreter: it must find nothing wrong, and time every row."""
+    """All of `study.bench --check` in Triton's interpreter: it must find nothing wrong and time every row."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from study import gpu_check
 
@@ -92,7 +91,7 @@ def test_the_check_for_gpus_on_toy_sizes(capsys):
         kept_of=(64, 1),
         contexts=(40,), models=(("0.6b", 1),), steps=12,
     )  # fmt: skip
-    result = gpu_check.main(torch.device("cpu"), bench, sizes)
+    result = gpu_check.main(torch.device("cpu"), sizes)
     assert all(row["error"] <= row["allowed"] for row in result["checks"]), result["checks"]
     assert len(result["checks"]) == 18 and "WRONG" not in capsys.readouterr().out
     assert result["rows"][0]["fast_ms"] > 0 and result["attention"][0]["of_copy"] > 0

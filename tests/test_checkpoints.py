@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from command import checkpoints
-from tests.conftest import HERE
+from tests.conftest import ROOT
 
 
 def test_short_names_are_the_official_repositories():
@@ -59,7 +59,7 @@ def test_a_model_from_the_hub(folder, tmp_path):
     hub_cache(tmp_path / "hub", "Qwen/Qwen3-0.6B", folder)
     (tmp_path / "book.txt").write_text("The sea was calm. " * 12)
     argv = "--ckpt qwen3-0.6b --prompt book.txt --max-new-tokens 8 --no-thinking --question".split()
-    program = HERE / "generate.py"
+    program = ROOT / "generate.py"
     environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     settings = dict(capture_output=True, text=True, cwd=tmp_path, env=environment)
     done = subprocess.run([sys.executable, program, *argv, "Who tells the story?"], **settings)

@@ -8,58 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from command.checks import check_lengths, where_not_finite
+from command.config import model_config, with_yarn
+from command.machine import cache_bytes
 from command.report import Tally
+from command.timing import dense_step
 from memory import append, rebuild
-from model import KVCache, ModelConfig, with_yarn
+from model import KVCache, NotFinite
 from sampling import Sampling
-from selector import select, select_row
-from sfi import (
-    Engine,
-    SFIConfig,
-    Step,
-    advance,
-    cache_bytes,
-    check_lengths,
-    decode,
-)
-from tests.conftest import BASE, dense_logits
-
-SMALL = SFIConfig(n_sink=2, n_select=10, n_recent=8, align=4, min_gap=3, max_interval=7, n_evidence=5)
-WORDS = [
-    " the",
-    " sea",
-    ".",
-    " Then",
-    "\n",
-    " it",
-    '."',
-    " rose",
-    "!",
-    " Now",
-]  # token t has the text WORDS[t % 10]
-
-
-def token_text(token):
-    return WORDS[token % 10]
-
-
-def prompt(n, seed=0):
-    return random.Random(seed).choices(range(97), k=n)
-
-
-def run(model, cfg, prompts, new, **kwargs):
-    """Tokens of every row, and the parts of every step, of a decode with NaN in every cache slot not yet
-    written.
-    """
-    engine = Engine(
-        model, cfg, token_text, batch=len(prompts), max_length=max(map(len, prompts)) + new, new_tokens=new
-    )
-    for buffer in (engine.cache.k, engine.cache.v, engine.key_norm):
-        buffer.fill_(float("nan"))
-    steps = list(decode(engine, prompts, max_new_tokens=new, **kwargs))
-    return [[token for s in steps for token in s.tokens[b]] for b in range(len(prompts))], [
-        s.parts for s in steps
-    ]
+from selector import select
+from sfi import Engine, SFIConfig, decode
+from study.forcing import force
+from tests.naive import CONFIGS, Naive
+from tests.tiny import BASE, SMALL, decoded, dense_logits, poisoned, prompt, token_text
 
 
 @pytest.mark.parametrize(
@@ -74,7 +35,7 @@ def run(model, cfg, prompts, new, **kwargs):
         (dict(min_gap=65), "min_gap = 65; allowed is at most max_interval = 64"),
         (dict(n_recent=15), "n_recent = 15; allowed is at least n_evidence = 16"),
         (dict(policy="often"), "policy = 'often'; allowed are sentence, fixed, never, window, dense"),
-        (dict(selector="best"), "selector = 'best'; allowed are follow, paper, span"),
+        (dict(selector="best"), "selector = 'best'; allowed are follow, paper"),
         (dict(fusion="harmonic"), "fusion = 'harmonic'; allowed"),
         (
             dict(selector="paper", steps=("prior", "pruning")),
@@ -120,12 +81,12 @@ def test_capacity_and_bytes(tiny):
     huge = replace(c, n_sink=10**9, n_recent=10**9, max_interval=10**9)  # no text has so many tokens
     assert huge.capacity(1000, 500) <= 3 * 1000 + 2 * c.align
     engine = Engine(tiny, SMALL, token_text, batch=2, max_length=90, new_tokens=20)
-    held = sum(x.nbytes for x in (engine.cache.k, engine.cache.v, engine.key_norm, engine.past))
+    held = sum(x.nbytes for x in (engine.cache.k, engine.cache.v, engine.cache.key_norm, engine.cache.past))
     assert held == cache_bytes(tiny.config, SMALL, batch=2, max_length=90, new_tokens=20, dtype=torch.float32)
 
 
 def test_positions_that_do_not_fit():
-    config = ModelConfig.from_dict(BASE | {"max_position_embeddings": 64})
+    config = model_config(BASE | {"max_position_embeddings": 64})
     check_lengths(config, [60, 3], 4)
     with pytest.raises(
         ValueError, match="prompt of 61 tokens [+] 4 new ones = 65; the model has 64 positions"
@@ -148,7 +109,7 @@ def test_positions_that_do_not_fit():
     ],
 )
 def test_too_long_a_prompt_names_the_yarn_that_would_serve(changes, tokens, factor):
-    config = ModelConfig.from_dict(BASE | changes)
+    config = model_config(BASE | changes)
     with pytest.raises(ValueError, match=f"new ones = {tokens}; the model has") as e:
         check_lengths(config, [tokens - 10], 10)
     assert f"has {config.max_positions} positions" in str(e.value)
@@ -196,7 +157,7 @@ def test_rebuild_packs_sinks_selected_and_recent():
 
 def test_memory_holds_kv_heads(tiny):
     engine = Engine(tiny, SMALL, token_text, batch=2, max_length=60, new_tokens=10)
-    assert engine.cache.k.shape == (2, 2, 3, engine.cap + 60, 16)  # K = 3 of H = 15 heads
+    assert engine.cache.k.shape == (2, 2, 3, engine.cache.cap + 60, 16)  # K = 3 of H = 15 heads
     assert isinstance(engine.cache, KVCache)
 
 
@@ -236,13 +197,13 @@ def test_evidence_is_the_true_attention_of_the_step(tiny):
     """
     seen = []
 
-    def spy(scores, key_norm, past, high, *rest):
-        candidates = slice(SMALL.n_sink, high.item())
+    def spy(scores, key_norm, past, recent_start, *rest):
+        candidates = slice(SMALL.n_sink, recent_start.item())
         seen.append((scores[0][..., candidates].clone(), key_norm[0, :, candidates]))
-        return select(scores, key_norm, past, high, *rest)
+        return select(scores, key_norm, past, recent_start, *rest)
 
     engine = Engine(tiny, SMALL, token_text, max_length=70, new_tokens=5)
-    engine.ops = engine.ops._replace(select=spy)
+    engine.cache.ops = engine.cache.ops._replace(select=spy)
     tokens = prompt(61)
     engine.prefill(0, tokens, chunk=20)
     assert len(seen) == 2
@@ -271,123 +232,20 @@ def test_evidence_is_the_true_attention_of_the_step(tiny):
                 torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
-class Naive:
-    """One row, written to be obvious: keeps every k and v in lists, and hides from attention what a step may
-    not see by a mask.
-    """
-
-    def __init__(self, model, cfg):
-        self.model, self.cfg = model, cfg
-        self.k, self.v = ([[] for _ in range(model.config.num_hidden_layers)] for _ in range(2))
-        self.visible = None  # per layer and KV head: the set of positions in the memory
-        self.past = [torch.zeros(3, 0) for _ in self.k]  # what selector `follow` remembers, per layer
-        self.armed, self.since, self.reasons = "no", 0, []
-
-    def forward(self, tokens, dense, refresh):
-        first, n_evidence = len(self.k[0]), min(self.cfg.n_evidence, len(tokens))
-        total = first + len(tokens)
-        low, high = self.cfg.n_sink, self.cfg.recent_start(total)
-        chosen = []
-
-        def attention(layer, q, k, v):
-            self.k[layer] += list(k[0])
-            self.v[layer] += list(v[0])
-            K, V = torch.stack(self.k[layer]), torch.stack(self.v[layer])  # (S, K, D)
-            out = torch.zeros_like(q)
-            scores = torch.empty(3, 5 * n_evidence, total)
-            for t in range(len(tokens)):
-                for h in range(15):
-                    s = K[:, h // 5] @ q[0, t, h] / 4.0
-                    if t >= len(tokens) - n_evidence:
-                        scores[h // 5, h % 5 * n_evidence + t - len(tokens) + n_evidence] = s
-                    see = torch.arange(total) <= first + t
-                    if not dense:
-                        see &= torch.tensor(
-                            [p in self.visible[layer][h // 5] or p == first + t for p in range(total)]
-                        )
-                    out[0, t, h] = s.masked_fill(~see, -torch.inf).softmax(0) @ V[:, h // 5]
-            if refresh:
-                norm = torch.stack([K[low:high, j].norm(dim=-1) for j in range(3)])
-                slots = [[]] * 3
-                if self.cfg.budget:
-                    new = torch.zeros(3, max(high - low - self.past[layer].shape[1], 0))
-                    past = self.past[layer] = torch.cat([self.past[layer], new], dim=1)
-                    slots = select_row(scores[:, :, low:high], norm, past, self.cfg.n_select, self.cfg)
-                chosen.append(
-                    [set(range(low)) | {int(p) for p in row} | set(range(high, total)) for row in slots]
-                )
-            return out
-
-        logits = self.model(torch.tensor([tokens]), torch.arange(first, total)[None], attention)[0, -1]
-        if refresh:
-            self.visible = chosen
-        elif not dense:
-            for layer in self.visible:
-                for head in layer:
-                    head.add(first)
-        return logits
-
-    def prefill(self, tokens):
-        self.armed, self.since = "no", 0
-        total = len(self.k[0]) + len(tokens)
-        refresh = self.cfg.policy != "dense" and self.cfg.candidates(total) > self.cfg.budget
-        return self.forward(tokens, True, refresh)
-
-    def step(self, token):
-        cfg, n = self.cfg, len(self.k[0])
-        self.armed, fires = advance(self.armed, token_text(token))
-        slow = None
-        if cfg.policy == "dense":
-            slow = "dense"
-        elif self.visible is None and cfg.candidates(n + (cfg.policy != "window")) <= cfg.budget:
-            slow = "short"
-        elif cfg.policy == "window":
-            if self.visible is None or self.since == cfg.max_interval:
-                memory = set(range(cfg.n_sink)) | set(range(cfg.recent_start(n), n))
-                self.visible = [[set(memory) for _ in range(3)] for _ in range(2)]
-                self.since = 0
-        elif self.visible is None:
-            slow = "first"
-        elif cfg.policy == "sentence" and fires and self.since >= cfg.min_gap:
-            slow = "sentence"
-        elif cfg.policy in ("sentence", "fixed") and self.since == cfg.max_interval:
-            slow = "interval"
-        self.reasons.append(slow or "fast")
-        self.since = 0 if slow else self.since + 1
-        return self.forward([token], bool(slow), slow not in (None, "short", "dense"))
-
-
-CONFIGS = {
-    "sentence-follow": SMALL,
-    "sentence-span": replace(SMALL, selector="span"),
-    "sentence-paper": replace(SMALL, selector="paper"),
-    "geometric": replace(SMALL, selector="paper", fusion="geometric"),
-    "fixed": replace(SMALL, policy="fixed", max_interval=5),
-    "never": replace(SMALL, policy="never"),
-    "window": replace(SMALL, policy="window"),
-    "dense": replace(SMALL, policy="dense"),
-    "no-sinks": replace(SMALL, n_sink=0, align=1),
-    "nothing-selected": replace(SMALL, n_select=0),
-    "one-by-one": replace(SMALL, min_gap=0, max_interval=1),
-}
-
-
 @pytest.mark.parametrize("n", [1, 21, 26, 60])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_engine_equals_naive_simulation(tiny, name, n):
     """Logits and reason of every step; prompts short, just short, just long enough, and long."""
     cfg, tokens, fed = CONFIGS[name], prompt(n, seed=n), prompt(40, seed=1)
     naive = Naive(tiny, cfg)
-    engine = Engine(tiny, cfg, token_text, max_length=n + 40, new_tokens=40)
-    for buffer in (engine.cache.k, engine.cache.v, engine.key_norm):
-        buffer.fill_(float("nan"))
+    engine = poisoned(tiny, cfg, max_length=n + 40, new_tokens=40)
     torch.testing.assert_close(engine.prefill(0, tokens)[0][0], naive.prefill(tokens), atol=1e-4, rtol=0)
     for i, token in enumerate(fed):
-        logits, (part,) = engine.step([token])
+        logits, (did,) = engine.step([token])
         torch.testing.assert_close(logits[0], naive.step(token), atol=1e-4, rtol=0)
-        assert part.reason == naive.reasons[i] and part.length == n + i + 1
-        if part.reason == "fast":
-            assert part.visible == len(naive.visible[0][0]) <= engine.cap
+        assert did.reason == naive.reasons[i] and did.length == n + i + 1
+        if did.reason == "fast":
+            assert did.visible == len(naive.visible[0][0]) <= engine.cache.cap
     if n == 60:  # a long prompt must have gone through every kind of step that the policy has
         kinds = {"dense": {"dense"}, "window": {"fast"}, "never": {"fast"}, "fixed": {"fast", "interval"}}
         assert set(naive.reasons) == kinds.get(cfg.policy, {"fast", "sentence", "interval"})
@@ -396,18 +254,16 @@ def test_engine_equals_naive_simulation(tiny, name, n):
 @pytest.mark.parametrize("n", [21, 60])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_forced_tokens_in_few_passes_equal_steps(tiny, name, n):
-    """Logits, parts and what comes after, at any split into calls."""
+    """Logits, records and what comes after, at any split into calls."""
     cfg, fed = CONFIGS[name], prompt(60, seed=1)
-    stepped, forced = (Engine(tiny, cfg, token_text, max_length=n + 61, new_tokens=61) for _ in range(2))
+    stepped, forced = (poisoned(tiny, cfg, max_length=n + 61, new_tokens=61) for _ in range(2))
     for engine in (stepped, forced):
-        for buffer in (engine.cache.k, engine.cache.v, engine.key_norm):
-            buffer.fill_(float("nan"))
         engine.prefill(0, prompt(n))
     want = [stepped.step([token]) for token in fed]
-    passes = [*forced.force(0, fed[:17]), *forced.force(0, fed[17:18]), *forced.force(0, fed[18:])]
-    logits, parts = torch.cat([x for x, _ in passes]), [p for _, parts in passes for p in parts]
+    passes = [*force(forced, 0, fed[:17]), *force(forced, 0, fed[17:18]), *force(forced, 0, fed[18:])]
+    logits, done = torch.cat([x for x, _ in passes]), [p for _, did in passes for p in did]
     torch.testing.assert_close(logits, torch.cat([x for x, _ in want]), atol=1e-4, rtol=0)
-    assert parts == [p for _, (p,) in want] and forced.rows == stepped.rows
+    assert done == [p for _, (p,) in want] and forced.rows == stepped.rows
     if name != "one-by-one":
         assert len(passes) < 50
     torch.testing.assert_close(forced.step([5])[0], stepped.step([5])[0], atol=1e-4, rtol=0)
@@ -431,14 +287,14 @@ def test_nothing_to_select_is_identical_to_dense(tiny, length, around):
     sfi, dense = (Engine(tiny, cfg, token_text, **sizes) for cfg in (SMALL, replace(SMALL, policy="dense")))
     assert torch.equal(sfi.prefill(0, prompt(n))[0], dense.prefill(0, prompt(n))[0])  # the prefill always is
     for token in prompt(27, seed=5):
-        (logits, (part,)), (want, _) = sfi.step([token]), dense.step([token])
-        if part.reason not in ("short", "first"):
+        (logits, (did,)), (want, _) = sfi.step([token]), dense.step([token])
+        if did.reason not in ("short", "first"):
             break
-        if part.reason == "short":
-            assert torch.equal(logits, want) and part.length <= 23
+        if did.reason == "short":
+            assert torch.equal(logits, want) and did.length <= 23
         else:  # dense as well, but by the operation that keeps its scores
             torch.testing.assert_close(logits, want, atol=1e-5, rtol=0)
-    assert part.reason == "fast" and part.length == max(n + 1, 25)
+    assert did.reason == "fast" and did.length == max(n + 1, 25)
 
 
 @pytest.mark.parametrize(
@@ -458,14 +314,16 @@ def test_rows_of_a_batch_are_independent(tiny, name, temperature):
     """Unequal lengths, rows ending at different times, mixed steps: each row as if alone."""
     prompts = [prompt(5, 1), prompt(61, 2), prompt(31, 3)]
     settings = dict(stop_ids=set(range(3, 97, 10)), sampling=Sampling(temperature, top_p=0.97, seed=7))
-    batch, parts = run(tiny, CONFIGS[name], prompts, 40, **settings)
+    batch, steps, _ = decoded(tiny, CONFIGS[name], prompts, 40, **settings)
     for b, p in enumerate(prompts):
         rows = [[0]] * b + [p]  # the noise belongs to the row, so the row keeps its place
-        alone, alone_parts = run(tiny, CONFIGS[name], rows, 40, **settings)
+        alone, alone_steps, _ = decoded(tiny, CONFIGS[name], rows, 40, **settings)
         assert batch[b] == alone[b]
-        assert [p[b] for p in parts][: len(batch[b])] == [p[b] for p in alone_parts][: len(batch[b])]
+        assert [s.rows[b] for s in steps][: len(batch[b])] == [s.rows[b] for s in alone_steps][
+            : len(batch[b])
+        ]
     if name.startswith("sentence"):
-        assert any({"fast"} < {p.reason for p in step} for step in parts[1:]), "no mixed step was tested"
+        assert any({"fast"} < {did.reason for did in s.rows} for s in steps[1:]), "no mixed step was tested"
     if not temperature:
         assert len({len(row) for row in batch}) > 1, "all rows ended together"
 
@@ -484,22 +342,23 @@ def test_rows_agree_in_logits(tiny):
 
 def test_counts_bytes_and_ends(tiny):
     tally = Tally()
-    tokens, parts = run(tiny, SMALL, [prompt(60)], 30)
-    for token, some in zip(tokens[0], parts, strict=True):
-        tally.add(Step([[token]], some, [token]))
+    tokens, steps, _ = decoded(tiny, SMALL, [prompt(60)], 30)
+    for step in steps:
+        tally.add(step)
+    did = [step.rows[0] for step in steps]
     assert tally.fast + tally.slow == tally.passes.total() == 29 == len(tokens[0]) - 1
     assert tally.dense == sum(range(61, 90))
-    assert tally.visible == sum(p.visible for (p,) in parts[1:])
-    fast = [p for (p,) in parts[1:] if p.reason == "fast"]
+    assert tally.visible == sum(p.visible for p in did[1:])
+    fast = [p for p in did[1:] if p.reason == "fast"]
     assert (
         tally.fast_visible == sum(p.visible for p in fast) < tally.fast_dense == sum(p.length for p in fast)
     )
-    assert tally.copied == sum(p.copied for (p,) in parts) > parts[0][0].copied > 0
+    assert tally.copied == sum(p.copied for p in did) > did[0].copied > 0
     first = tokens[0][4]
-    stopped, _ = run(tiny, SMALL, [prompt(60)], 30, stop_ids={first})
+    stopped, _, _ = decoded(tiny, SMALL, [prompt(60)], 30, stop_ids={first})
     assert stopped[0] == tokens[0][: tokens[0].index(first) + 1]
-    assert run(tiny, SMALL, [prompt(60)], 0) == ([[]], [])
-    assert len(run(tiny, SMALL, [prompt(60)], 1)[0][0]) == 1
+    assert decoded(tiny, SMALL, [prompt(60)], 0)[:2] == ([[]], [])
+    assert len(decoded(tiny, SMALL, [prompt(60)], 1)[0][0]) == 1
 
 
 def test_capacity_is_never_exceeded():
@@ -541,11 +400,13 @@ def test_fork_continues_from_the_same_tokens(tiny):
         if token is not None:
             got, want = fork.step([token])[0], whole.step([token])[0]
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-    assert whole.past.any()  # and from what the refreshes so far have seen
+    assert whole.cache.past.any()  # and from what the refreshes so far have seen
     later = whole.fork(SMALL)
     for engine in (later, whole):
         engine.prefill(0, prompt(5))
-    assert torch.equal(later.past, whole.past) and torch.equal(later.step([7])[0], whole.step([7])[0])
+    assert torch.equal(later.cache.past, whole.cache.past) and torch.equal(
+        later.step([7])[0], whole.step([7])[0]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -559,12 +420,12 @@ def test_low_precision_takes_the_same_steps(tiny, dtype):
     )
     keep = lambda *args: chosen.append(select(*args)) or chosen[-1]
     for engine, choose in zip(engines, (keep, lambda *args: chosen.pop(0)), strict=True):
-        engine.ops = engine.ops._replace(select=choose)
+        engine.cache.ops = engine.cache.ops._replace(select=choose)
     logits = [engine.prefill(0, prompt(60))[0] for engine in engines]
     for token in prompt(30, 2):
         assert (logits[0] - logits[1]).abs().mean() < 0.15 * logits[0].std()
-        logits, parts = zip(*(engine.step([token]) for engine in engines), strict=True)
-        assert parts[0] == parts[1]
+        logits, done = zip(*(engine.step([token]) for engine in engines), strict=True)
+        assert done[0] == done[1]
 
 
 def test_more_prompt_after_some_steps(tiny):
@@ -611,10 +472,11 @@ def test_one_prompt_a_row(tiny):
 def test_scores_that_are_not_finite_are_named(tiny):
     broken = copy.deepcopy(tiny)
     broken.model["layers"][0].self_attn.k_norm.weight.fill_(float("nan"))
-    with pytest.raises(
-        ValueError, match="^the attention of layer 0 gives values that are not finite, in float32; try dtype"
-    ):
-        Engine(broken, SMALL, token_text, max_length=60, new_tokens=5).prefill(0, prompt(55))
+    engine = Engine(broken, SMALL, token_text, max_length=60, new_tokens=5)
+    with pytest.raises(NotFinite, match="^the attention scores are not finite; try dtype float32"):
+        engine.prefill(0, prompt(55))
+    want = "the attention of layer 0 gives values that are not finite, in float32; try dtype"
+    assert where_not_finite(engine).startswith(want)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -633,15 +495,16 @@ def test_logits_that_are_not_finite_are_an_error_not_token_0(tiny, part, where, 
     engine = Engine(broken, dense, token_text, max_length=60, new_tokens=5)
     engine.prefill(0, prompt(20))
     part(broken.model)[3] = float(value)
-    for run in (lambda: engine.pick(engine.step([5])[0]), lambda: engine.prefill(0, prompt(7))):
-        with pytest.raises(
-            ValueError, match=f"^{where} gives values that are not finite, in bfloat16; try dtype"
-        ):
-            run()
-    with pytest.raises(ValueError, match=f"^{where} gives"):
-        list(
-            decode(Engine(broken, SMALL, token_text, max_length=9, new_tokens=2), [[1, 2]], max_new_tokens=2)
-        )
+    want = f"{where} gives values that are not finite, in bfloat16; try dtype"
+    for feed in (lambda: engine.pick(engine.step([5])[0]), lambda: engine.prefill(0, prompt(7))):
+        with pytest.raises(NotFinite, match="^the logits are not finite; try dtype"):
+            feed()
+        assert where_not_finite(engine).startswith(want)
+    with pytest.raises(ValueError, match=f"^{want}"):
+        list(force(engine, 0, [5]))
+    other = Engine(broken, SMALL, token_text, max_length=9, new_tokens=2)
+    with pytest.raises(NotFinite):
+        list(decode(other, [[1, 2]], max_new_tokens=2))
 
 
 def test_a_dense_step_for_timing_changes_no_row(tiny):
@@ -652,7 +515,7 @@ def test_a_dense_step_for_timing_changes_no_row(tiny):
         engine.prefill(1, prompt(9))
     for token in prompt(12, 4):
         rows = copy.deepcopy(timed.rows)
-        timed.dense_step([60, 4])
+        dense_step(timed, [60, 4])
         assert timed.rows == rows
         assert torch.equal(timed.step([token, token])[0], plain.step([token, token])[0])
 

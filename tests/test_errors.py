@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 import generate
-import sfi
 from command import checks
-from command.loading import read_json
+from command.config import read_config
+from command.machine import cache_bytes
 from command.text import Text
-from model import ModelConfig
 from sampling import Sampling
-from sfi import SFIConfig, cache_bytes
-from tests.conftest import HERE, SMALL, byte_tokenizer, command, edit_config, run
+from sfi import SFIConfig
+from tests.conftest import FLAGS, ROOT, byte_tokenizer, run, shell_line
+from tests.tiny import edit_config
 
 FILES = {
     "empty.txt": b"",
@@ -124,8 +124,8 @@ def test_outputs_are_found_out_before_the_run(capsys, folder, prompt_file, tmp_p
     assert (tmp_path / "link.png").is_symlink()
     trace = tmp_path / "steps.jsonl"
     trace.write_text("a text")
-    line = command(*argv, "-", "--trace", trace)
-    done = subprocess.run(f"{line} < {trace}", shell=True, capture_output=True, cwd=HERE)
+    line = shell_line(*argv, "-", "--trace", trace)
+    done = subprocess.run(f"{line} < {trace}", shell=True, capture_output=True, cwd=ROOT)
     assert done.returncode == 2 and b"is a --prompt too" in done.stderr and trace.read_text() == "a text"
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     assert "--plot needs matplotlib; pip" in run(capsys, *argv, prompt_file, "--plot", tmp_path / "m.png")[1]
@@ -134,8 +134,8 @@ def test_outputs_are_found_out_before_the_run(capsys, folder, prompt_file, tmp_p
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-"])
 def test_closed_standard_streams(folder, prompt_file, closed):
     name = "-" if closed == "<&-" else prompt_file
-    line = command("--ckpt", folder, "--prompt", name, *SMALL)
-    done = subprocess.run(f"{line} {closed}", shell=True, capture_output=True, cwd=HERE)
+    line = shell_line("--ckpt", folder, "--prompt", name, *FLAGS)
+    done = subprocess.run(f"{line} {closed}", shell=True, capture_output=True, cwd=ROOT)
     assert b"Traceback" not in done.stderr and done.returncode == (2 if closed == "<&-" else 0)
     assert (b"standard input is closed" in done.stderr) == (closed == "<&-")
     assert bool(done.stdout) == (closed == "2>&-")
@@ -146,7 +146,7 @@ def test_closed_standard_streams(folder, prompt_file, closed):
     [
         (["--n-recent", "8"], lambda: SFIConfig(n_recent=8)),
         (["--top-k", "-1"], lambda: Sampling(top_k=-1)),
-        (["--max-new-tokens", "-1"], lambda: sfi.check_lengths(None, [5], -1)),
+        (["--max-new-tokens", "-1"], lambda: checks.check_lengths(None, [5], -1)),
         (["--prompt", "absent.txt"], lambda: checks.read_prompt("absent.txt")),
     ],
 )
@@ -160,7 +160,7 @@ def test_the_library_says_what_the_command_says(capsys, folder, argv, call):
 @pytest.mark.parametrize("free", ["0.9 of the weights", "weights + 0.9 of the cache"])
 def test_memory_is_checked_before_the_weights_load(capsys, folder, prompt_file, monkeypatch, free):
     weights = sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
-    config = ModelConfig.from_dict(read_json(folder / "config.json"))
+    config = read_config(folder)
     prompt = len(Path(prompt_file).read_text()) + len("user\n\nassistant\n") + 3
     sizes = dict(batch=1, max_length=prompt + 256, new_tokens=256, dtype=torch.float32)
     cache = cache_bytes(config, SFIConfig(), **sizes)
@@ -218,5 +218,5 @@ def test_no_chat_template(capsys, folder, prompt_file, tmp_path):
     edit_config(bare, eos_token_id=[257])
     _, err, code = run(capsys, "--ckpt", bare, "--prompt", prompt_file)
     assert code == 2 and "no chat template; use --raw" in err
-    assert run(capsys, "--ckpt", bare, "--prompt", prompt_file, "--raw", *SMALL)[2] == 0
+    assert run(capsys, "--ckpt", bare, "--prompt", prompt_file, "--raw", *FLAGS)[2] == 0
     assert Text(bare).stop_ids == {257}

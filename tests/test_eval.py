@@ -13,7 +13,7 @@ from sfi import SFIConfig
 from study import eval as quality
 from study import stability
 from study.eval import (
-    SELECTORS,
+    CHOICES,
     Bench,
     continue_sample,
     f1,
@@ -25,8 +25,7 @@ from study.eval import (
     summary,
     words,
 )
-from tests.conftest import load_folder
-from tests.test_engine import dense_logits
+from tests.tiny import dense_logits, load_folder
 
 ALL = ("sentence", "fixed", "never", "window")
 
@@ -37,8 +36,8 @@ def tiny_text(folder):
 
 
 def test_rows_show_the_same_number_of_tokens():
-    table = rows(ALL, list(SELECTORS), 2000, 0.125, SFIConfig())
-    assert [r.policy for r in table] == ["dense"] + ["sentence"] * len(SELECTORS) + [
+    table = rows(ALL, list(CHOICES), 2000, 0.125, SFIConfig())
+    assert [r.policy for r in table] == ["dense"] + ["sentence"] * len(CHOICES) + [
         "fixed",
         "never",
         "window",
@@ -180,12 +179,12 @@ def test_stability_equals_sets_and_loops(tiny_text):
         found = stability.supports(model, text, ids, new, recent, top)
     finally:
         stability.Engine = real
-    for (overlap, mass), (_, _, part, _, scores) in zip(found, seen[-len(found) :], strict=True):
+    for (overlap, mass), (_, _, did, _, scores) in zip(found, seen[-len(found) :], strict=True):
         p = (
             scores.unflatten(1, (-1, new))
             .double()
             .softmax(-1)
-            .mean(1)[..., 4 : part.visible - new - recent]
+            .mean(1)[..., 4 : did.visible - new - recent]
             .tolist()
         )
         for head in range(2):

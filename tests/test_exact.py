@@ -8,27 +8,17 @@ import pytest
 import torch
 
 from command.report import Tally
-from exact import APART, PASS, RIGHT, SEEN, Drafts
+from exact import LONG_PASS_COST, PASS_COST, RIGHT, SEEN, Drafts, Speculation
 from sampling import GREEDY, Sampling
-from sfi import Engine, Row, SFIConfig, advance, decode
+from sfi import Engine, SFIConfig, advance, decode
 from study import exactness
-from tests.conftest import SMALL as FLAGS
-from tests.conftest import run as command
-from tests.test_engine import SMALL, prompt, token_text
+from study.forcing import force
+from tests.conftest import FLAGS, run
+from tests.tiny import SMALL, decoded, prompt, token_text
 
 EXACT = replace(SMALL, exact=True, draft_cost=0.0)
 DENSE = SFIConfig(policy="dense")
 SAMPLED = Sampling(0.8, top_k=30, top_p=0.95, seed=11)
-
-
-def decoded(model, cfg, prompts, new, **settings):
-    """(tokens of every row, steps, engine) of a decode with NaN in every cache slot not yet written."""
-    sizes = dict(batch=len(prompts), max_length=max(map(len, prompts)) + new, new_tokens=new)
-    engine = Engine(model, cfg, token_text, **sizes)
-    for buffer in (engine.cache.k, engine.cache.v, engine.key_norm):
-        buffer.fill_(float("nan"))
-    steps = list(decode(engine, prompts, max_new_tokens=new, **settings))
-    return [[t for s in steps for t in s.tokens[b]] for b in range(len(prompts))], steps, engine
 
 
 def counted(steps):
@@ -82,15 +72,15 @@ def test_tokens_are_those_of_dense_decoding(tiny, name, sampling):
 
 def test_rows_are_independent(tiny, monkeypatch):
     """A row in a batch drafts, and is accepted, as alone, if it is told the same prices."""
-    monkeypatch.setattr(Engine, "_costs", lambda self, row: (1.4, 0.1))
+    monkeypatch.setattr(Speculation, "costs", lambda self, b: (1.4, 0.1))
     prompts = [prompt(60), prompt(45, 1)]
     together = decoded(tiny, EXACT, prompts, 40)[1]
     alone = decoded(tiny, EXACT, prompts[:1], 40)[1]
-    did = lambda steps: [(s.tokens[0], s.parts[0]) for s in steps if s.parts[0].reason != "ended"]
+    did = lambda steps: [(s.tokens[0], s.rows[0]) for s in steps if s.rows[0].reason != "ended"]
     assert did(together) == did(alone)
-    both = [[part.accepted for part in s.parts] for s in together if all(part.drafted for part in s.parts)]
+    both = [[did.accepted for did in s.rows] for s in together if all(did.drafted for did in s.rows)]
     assert any(a != b for a, b in both), "checked in one step, to different lengths"
-    assert any(sum(part.drafted > 0 for part in s.parts) == 1 for s in together), "and one alone"
+    assert any(sum(did.drafted > 0 for did in s.rows) == 1 for s in together), "and one alone"
 
 
 @pytest.mark.parametrize("new", [0, 1, 2, 3, 7, 30])
@@ -109,9 +99,9 @@ def test_ends_where_dense_decoding_ends(tiny, new):
 
 def state(engine, length):
     """What the engine has cached of row 0's first tokens."""
-    cache, cap = engine.cache, engine.cap
+    cache, cap = engine.cache, engine.cache.cap
     whole = slice(cap, cap + length)
-    return cache.k[:, 0, :, whole], cache.v[:, 0, :, whole], engine.key_norm[:, 0, :, :length]
+    return cache.k[:, 0, :, whole], cache.v[:, 0, :, whole], engine.cache.key_norm[:, 0, :, :length]
 
 
 def test_wrong_drafts_leave_no_trace(tiny):
@@ -123,19 +113,19 @@ def test_wrong_drafts_leave_no_trace(tiny):
     (dense,), _, _ = decoded(tiny, DENSE, [ids], new)
     cfg = replace(EXACT, policy="fixed", max_interval=9)
     engine = Engine(tiny, cfg, token_text, max_length=len(ids) + new, new_tokens=new)
-    logits, part = engine.prefill(0, ids)
-    (token,), _, _ = engine.settle(logits, [part])
+    logits, _ = engine.prefill(0, ids)
+    (token,), speculation = engine.pick(logits), Speculation(engine, GREEDY)
     done, lengths = 0, set()  # the token to feed is dense[done]
     while done + 12 < new:
         m, right = rng.randint(1, 8), rng.randint(0, 8)
         drafts = dense[done + 1 : done + 1 + min(m, right)]
         drafts += [(dense[done + 1 + i] + 1) % 97 for i in range(len(drafts), m)]
         for i, fed in enumerate([token, *drafts]):
-            logits, parts = engine.step([fed], ending=[0] if i == m else [])
-            (token,), (made,), parts = engine.settle(logits, parts)
-            assert (parts[0].reason == "fast") == (i < m) and bool(made) == (i == m)
+            left = m + 1 if i == m else 1000  # the last one may end the text, so the pass verifies
+            (made,), (did,), (token,) = speculation.step([fed], [left])
+            assert (did.reason == "fast") == (i < m) and bool(made) == (i == m)
         accepted = min(m, right)
-        assert (parts[0].drafted, parts[0].accepted) == (m, accepted)
+        assert (did.drafted, did.accepted) == (m, accepted)
         assert made == dense[done + 1 : done + 2 + accepted]
         done += accepted + 1
         lengths.add((m, accepted))
@@ -148,7 +138,7 @@ def test_wrong_drafts_leave_no_trace(tiny):
         recent = row.memory - 2 - 10  # beyond sinks and selected
         assert recent >= 8
         for cache in (engine.cache.k, engine.cache.v):
-            whole = cache[:, 0, :, engine.cap : engine.cap + row.length]
+            whole = cache[:, 0, :, engine.cache.cap : engine.cache.cap + row.length]
             assert torch.equal(cache[:, 0, :, 12 : row.memory], whole[:, :, -recent:])
             assert torch.equal(cache[:, 0, :, :2], whole[:, :, :2])
     assert len(lengths) > 5
@@ -158,37 +148,61 @@ def test_evidence_and_candidates(tiny):
     """The last queries of a pass decide, of tokens that were certain before it."""
     seen, cfg = [], CONFIGS["longer-than-evidence"]
     engine = Engine(tiny, cfg, token_text, max_length=140, new_tokens=80)
-    engine.observe = lambda row, layer, part, slots, scores: seen.append((part, slots, scores.shape))
+    engine.cache.observe = lambda row, layer, did, slots, scores: seen.append((did, slots, scores.shape))
     for _ in decode(engine, [prompt(60)], max_new_tokens=80):
         pass
-    seen = [(part, *rest) for part, *rest in seen if part.drafted]
-    assert any(part.drafted < 4 for part, *_ in seen) and any(part.drafted > 9 for part, *_ in seen)
-    for part, slots, shape in seen:
-        assert shape == (3, 5 * min(part.drafted + 1, 5), part.visible)
-        assert slots.max() < cfg.recent_start(part.visible - part.drafted) and slots.min() >= 2
+    seen = [(did, *rest) for did, *rest in seen if did.drafted]
+    assert any(did.drafted < 4 for did, *_ in seen) and any(did.drafted > 9 for did, *_ in seen)
+    for did, slots, shape in seen:
+        assert shape == (3, 5 * min(did.drafted + 1, 5), did.visible)
+        assert slots.max() < cfg.recent_start(did.visible - did.drafted) and slots.min() >= 2
 
 
 def test_the_trigger_forgets_wrong_drafts(tiny):
     """The state after a pass is that of the accepted text alone."""
     ids, new = prompt(70), 40
     (dense,), _, _ = decoded(tiny, DENSE, [ids], new)
-    engine = Engine(tiny, EXACT, token_text, max_length=len(ids) + new, new_tokens=new)
-    engine.prefill(0, ids)
     want, _ = advance("no", token_text(dense[0]))
     for drafts in ([0], [2, 0]):
-        engine.rows[0].length, engine.rows[0].armed, engine.rows[0].since = len(ids), "no", 0
+        engine = Engine(tiny, EXACT, token_text, max_length=len(ids) + new, new_tokens=new)
+        engine.prefill(0, ids)
+        speculation, row, before = Speculation(engine, GREEDY), engine.rows[0], "no"
         for i, token in enumerate([dense[0], *drafts]):
-            logits, parts = engine.step([token], ending=[0] if i == len(drafts) else [])
-            before = engine.rows[0].armed
-            engine.settle(logits, parts)
-        assert parts[0].drafted == len(drafts) and parts[0].accepted == 0
-        assert engine.rows[0].armed == want != before
+            before, _ = advance(before, token_text(token))
+            _, (did,), _ = speculation.step([token], [i + 1 if i == len(drafts) else 1000])
+        assert did.drafted == len(drafts) and did.accepted == 0
+        assert row.armed == want != before
+
+
+@pytest.mark.parametrize("then", ["prefill", "step", "fork"])
+def test_what_is_not_verified_does_not_stay(tiny, then):
+    """Whatever comes after a step that only drafted, the context is what was certain: once the draft stayed,
+    and the next logits were off by .07.
+    """
+    engine = Engine(tiny, replace(EXACT, policy="fixed"), token_text, max_length=140, new_tokens=40)
+    steps = decode(engine, [prompt(60)], max_new_tokens=40)
+    certain = []
+    for step in steps:
+        certain += step.tokens[0]
+        if engine.rows[0].unverified == 3 and len(certain) > 3:
+            break
+    known = prompt(60) + certain[:-1]  # the last certain token has been fed to fast steps alone
+    assert engine.rows[0].length == len(known) + 3
+    plain = Engine(tiny, DENSE, token_text, max_length=140, new_tokens=40)
+    plain.prefill(0, known)
+    if then == "step":
+        engine.step(certain[-1:])
+        assert engine.rows[0].length == len(known) + 1
+        return
+    other = engine.fork(DENSE) if then == "fork" else engine
+    got, _ = other.prefill(0, [*certain[-1:], 7])
+    torch.testing.assert_close(got, plain.prefill(0, [*certain[-1:], 7])[0], atol=1e-4, rtol=0)
 
 
 def test_accepting_always_is_noticed(tiny, monkeypatch):
     prompts = [prompt(60)]
     want, _, _ = decoded(tiny, DENSE, prompts, 60)
-    monkeypatch.setattr(Drafts, "check", lambda self, picked: len(picked) - 1)
+    monkeypatch.setattr(Drafts, "accept", lambda self, picked: len(picked) - 1)
     got, steps, _ = decoded(tiny, EXACT, prompts, 60)
     assert counted(steps).accepted == counted(steps).drafted > 0
     assert not agree(tiny, prompts, [got[0][:60]], want)
@@ -201,9 +215,11 @@ def test_nothing_is_drafted_where_it_cannot_pay(tiny):
     for change in (dict(draft_cost=None, n_select=30), dict(draft_cost=1.0)):
         got, steps, engine = decoded(tiny, replace(EXACT, **change), prompts, 30)
         assert got == want and not counted(steps).drafted
-        assert {p.reason for s in steps[1:] for p in s.parts} == {"dense"}
+        assert {p.reason for s in steps[1:] for p in s.rows} == {"dense"}
         for b, row in enumerate(engine.rows):
-            whole, other = (e.cache.k[:, b, :, e.cap : e.cap + row.length] for e in (engine, dense))
+            whole, other = (
+                e.cache.k[:, b, :, e.cache.cap : e.cache.cap + row.length] for e in (engine, dense)
+            )
             assert torch.equal(whole, other)
 
 
@@ -213,25 +229,27 @@ def test_prices_by_bytes(tiny, batch):
     prices a long row drafts.
     """
     cfg, sizes = replace(EXACT, draft_cost=None), dict(batch=batch, max_length=400, new_tokens=10)
-    engine = Engine(tiny, cfg, token_text, **sizes)
-    weights, token = sum(p.nbytes for p in tiny.parameters()), tiny.config.kv_bytes(torch.float32)
-    weights -= tiny.model["embed_tokens"].weight.nbytes  # not the head
+    engine, token = Engine(tiny, cfg, token_text, **sizes), tiny.config.kv_bytes(torch.float32)
+    speculation, row = Speculation(engine, GREEDY), engine.rows[0]
+    weights = (
+        sum(p.nbytes for p in tiny.parameters()) - tiny.model["embed_tokens"].weight.nbytes
+    )  # not the head
     fast, dense, alone = weights / batch + 20 * token, weights / batch + 300 * token, weights + 300 * token
-    base, further = (price * alone / dense for price in PASS["cpu"])
-    row = Row(length=300, memory=20)
-    assert engine._costs(row) == pytest.approx((base, fast / dense + further))
-    row.since = cfg.n_evidence - 2  # one more draft and the pass has n_evidence tokens
-    assert engine._costs(row)[1] < 1
-    row.since += 1
-    assert engine._costs(row) == pytest.approx((base, fast / dense + further + APART))
-    engine.weights_further = 0.1 * dense  # as if every token needed experts of its own
-    row.since = 0
-    assert engine._costs(row)[1] == pytest.approx(fast / dense + further + 0.1)
+    base, per_token = (price * alone / dense for price in PASS_COST["cpu"])
+    row.length, row.memory = 300, 20
+    assert speculation.costs(0) == pytest.approx((base, fast / dense + per_token))
+    row.unverified = cfg.n_evidence - 2  # one more draft and the pass has n_evidence tokens
+    assert speculation.costs(0)[1] < 1
+    row.unverified += 1
+    assert speculation.costs(0) == pytest.approx((base, fast / dense + per_token + LONG_PASS_COST))
+    speculation.weights_per_token = 0.1 * dense  # as if every token needed experts of its own
+    row.unverified = 0
+    assert speculation.costs(0)[1] == pytest.approx(fast / dense + per_token + 0.1)
     prompts = [prompt(400, i) for i in range(batch)]
     got, steps, _ = decoded(tiny, cfg, prompts, 30)
     assert got == decoded(tiny, DENSE, prompts, 30)[0]
     assert counted(steps).drafted > 0
-    assert max(part.drafted for step in steps for part in step.parts) < cfg.n_evidence
+    assert max(did.drafted for step in steps for did in step.rows) < cfg.n_evidence
     got, steps, _ = decoded(tiny, replace(cfg, n_evidence=1), prompts, 10)  # a draft would cost too much
     assert not counted(steps).drafted and got == decoded(tiny, DENSE, prompts, 10)[0]
 
@@ -240,29 +258,29 @@ def test_a_dense_row_tries_again():
     """Drafts were wrong, so it stays dense; dense steps teach nothing, but let it forget."""
     drafts = Drafts(right=[0.0] * len(SEEN), seen=[5.0] * len(SEEN))
     tries = 0
-    while drafts.enough(1, "no", 1.4, 0.3):
-        drafts.clear()
+    while drafts.should_verify(1, "no", 1.4, 0.3):
+        drafts.start_round()
         tries += 1
     assert 20 < tries < 2000
     bad = Drafts()
     for _ in range(2000):  # at this price it never pays
-        bad.clear()
-        assert bad.enough(1, "no", 1.4, 1.0)
+        bad.start_round()
+        assert bad.should_verify(1, "no", 1.4, 1.0)
 
 
 @pytest.mark.parametrize("cost", [0.08, 0.2, 0.34, 0.6])
 @pytest.mark.parametrize("chance", [0.5, 0.7, 0.9, 0.97])
 def test_draft_length_is_near_the_best(cost, chance):
     """Drafts all right with one chance: the tokens per cost come near those of the best fixed m."""
-    rng, drafts, base = random.Random(3), Drafts(), PASS["cpu"][0]
+    rng, drafts, base = random.Random(3), Drafts(), PASS_COST["cpu"][0]
     made = spent = rounds = 0
     while rounds < 1500:
-        drafts.clear()
-        while not drafts.enough(7, "no", base, cost) and len(drafts.fed) < 100:
+        drafts.start_round()
+        while not drafts.should_verify(7, "no", base, cost) and len(drafts.fed) < 100:
             drafts.add(1.5)
         m = len(drafts.tokens) - 1
         right = next((i for i in range(m) if rng.random() > chance), m)
-        assert drafts.check([7] * right + [8] * (m + 1 - right)) == right
+        assert drafts.accept([7] * right + [8] * (m + 1 - right)) == right
         rounds += 1
         if rounds > 500:
             made, spent = made + right + 1, spent + (base + m * cost if m else 1)
@@ -274,10 +292,10 @@ def test_what_is_learnt():
     """Drafts before the first wrong one were right, it was wrong, and those after it tell nothing."""
     drafts = Drafts()
     for token, lead in [(5, 0.1), (6, 0.1), (7, 9.0), (8, 1.2), (9, None)]:
-        drafts.enough(token, "no", 1.2, 0.1)
+        drafts.should_verify(token, "no", 1.2, 0.1)
         if lead is not None:
             drafts.add(lead)
-    assert drafts.check([6, 7, 1, 9, 3]) == 2
+    assert drafts.accept([6, 7, 1, 9, 3]) == 2
     assert [s - Drafts().seen[i] for i, s in enumerate(drafts.seen)] == [2, 0, 0, 0, 0, 1]
     assert [r - Drafts().right[i] for i, r in enumerate(drafts.right)] == [2, 0, 0, 0, 0, 0]
     assert drafts.made == 4 and drafts.spent == pytest.approx(1 + 1.2 + 4 * 0.1)
@@ -291,8 +309,8 @@ def test_command(capsys, folder, prompt_file, tmp_path):
     trace = tmp_path / "steps.jsonl"
     exact = ["--exact", "--draft-cost", 0.0, "--trace", trace, "--plot", tmp_path / "memory.png"]
     for more in ([], ["--temperature", 0.9, "--seed", 3]):
-        dense = json.loads(command(capsys, *argv, *more, "--dense")[0].splitlines()[-1])
-        out, err, code = command(capsys, *argv, *more, *exact)
+        dense = json.loads(run(capsys, *argv, *more, "--dense")[0].splitlines()[-1])
+        out, err, code = run(capsys, *argv, *more, *exact)
         r = json.loads(out.splitlines()[-1])
         assert code == 0 and r["text"] == dense["text"] and out.startswith(r["text"][0] + "\n")
         assert r["kv_bytes_dense"] == dense["kv_bytes_dense"] and r["new_tokens"] == dense["new_tokens"]
@@ -306,7 +324,7 @@ def test_command(capsys, folder, prompt_file, tmp_path):
         for name in ("drafted", "accepted"):
             assert sum(line[name] for line in lines) == r[name]
         assert {line["made"] for line in lines if line["kind"] == "fast"} == {""}
-    err = command(capsys, *argv, "--exact", "--draft-cost", 1)[1]
+    err = run(capsys, *argv, "--exact", "--draft-cost", 1)[1]
     assert "exact mode cannot pay here: drafts would cost too much" in err
 
 
@@ -330,5 +348,5 @@ def test_settings_that_make_no_sense(settings, message):
 def test_forcing_tokens_is_refused(tiny):
     engine = Engine(tiny, EXACT, token_text, max_length=80, new_tokens=10)
     engine.prefill(0, prompt(60))
-    with pytest.raises(ValueError, match="force feeds given tokens, which exact mode would check"):
-        list(engine.force(0, [5]))
+    with pytest.raises(ValueError, match="force feeds given tokens, which exact mode would verify"):
+        list(force(engine, 0, [5]))

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file
 
 import generate
-import sfi
+import sampling
 from command import story
 from command.report import Screen
 from command.text import Text
 from sampling import Sampling
 from sfi import SFIConfig
-from tests.conftest import HERE, SMALL, byte_tokenizer, command, edit_config, run
+from tests.conftest import FLAGS, ROOT, byte_tokenizer, run, shell_line
+from tests.tiny import edit_config
 
 KEYS = {"text", "prompt_tokens", "new_tokens", "stop_reason", "slow_steps", "fast_steps", "slow_reasons"}
 KEYS |= {
@@ -45,7 +46,7 @@ KEYS |= {"drafted", "accepted", "seed", "sampling", "ckpt", "config"}
 
 
 def test_json_line_and_report(capsys, folder, prompt_file):
-    out, err, code = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *SMALL)
+    out, err, code = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *FLAGS)
     last = out.splitlines()[-1]
     r = json.loads(last)
     assert code == 0 and set(r) == KEYS
@@ -63,7 +64,7 @@ def test_json_line_and_report(capsys, folder, prompt_file):
 
 
 def test_dense_is_the_same_engine(capsys, folder, prompt_file):
-    out, _, _ = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", "--dense", *SMALL)
+    out, _, _ = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", "--dense", *FLAGS)
     r = json.loads(out.splitlines()[-1])
     assert r["fast_steps"] == 0 and r["slow_reasons"]["dense"] == r["slow_steps"] > 0
     assert r["kv_bytes_read"] == r["kv_bytes_dense"] and r["config"]["policy"] == "dense"
@@ -92,9 +93,9 @@ def test_no_new_tokens_and_one(capsys, folder, prompt_file, n):
 def test_several_prompts_are_one_batch(capsys, folder, prompt_file, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("A short one.")
-    both, _, _ = run(capsys, "--ckpt", folder, "--prompt", prompt_file, other, "--json", *SMALL)
+    both, _, _ = run(capsys, "--ckpt", folder, "--prompt", prompt_file, other, "--json", *FLAGS)
     r = json.loads(both.splitlines()[-1])
-    alone, _, _ = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *SMALL)
+    alone, _, _ = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *FLAGS)
     assert r["text"][0] == json.loads(alone.splitlines()[-1])["text"][0]
     assert len(r["text"]) == len(r["prompt_tokens"]) == len(r["stop_reason"]) == 2
     last = both.splitlines(keepends=True)[-1]
@@ -103,7 +104,7 @@ def test_several_prompts_are_one_batch(capsys, folder, prompt_file, tmp_path):
 
 
 def test_same_seed_same_text(capsys, folder, prompt_file):
-    argv = ["--ckpt", folder, "--prompt", prompt_file, "--temperature", "0.9", *SMALL]
+    argv = ["--ckpt", folder, "--prompt", prompt_file, "--temperature", "0.9", *FLAGS]
     first, again, other = (run(capsys, *argv, "--seed", s)[0] for s in (1, 1, 2))
     assert first == again != other
 
@@ -111,7 +112,7 @@ def test_same_seed_same_text(capsys, folder, prompt_file):
 def test_question_raw_and_standard_input(capsys, folder, prompt_file, monkeypatch):
     text = open(prompt_file).read().strip()
     count = lambda *argv: json.loads(
-        run(capsys, "--ckpt", folder, "--json", *argv, *SMALL)[0].splitlines()[-1]
+        run(capsys, "--ckpt", folder, "--json", *argv, *FLAGS)[0].splitlines()[-1]
     )["prompt_tokens"][0]
     chat = len("user\n\nassistant\n") + 3  # and three control tokens
     assert count("--prompt", prompt_file, "--question", "Why?") == len(text + "\n\nWhy?") + chat
@@ -121,7 +122,7 @@ def test_question_raw_and_standard_input(capsys, folder, prompt_file, monkeypatc
 
 
 def test_quiet(capsys, folder, prompt_file):
-    _, err, code = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--quiet", *SMALL)
+    _, err, code = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--quiet", *FLAGS)
     assert (err, code) == ("", 0)
 
 
@@ -137,7 +138,7 @@ def test_help_has_every_setting_and_three_examples(capsys):
 
 def readme_commands():
     """Arguments of every `python generate.py` line in the README's code blocks and in --help."""
-    blocks = re.findall(r"^```\n(.*?)^```", (HERE / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
     lines = "".join(blocks).replace("\\\n", " ") + generate.EXAMPLES
     return re.findall(r"^ *python generate\.py(.*)$", lines, re.M)
 
@@ -149,8 +150,8 @@ def test_documented_commands_are_understood(command):
 
 @pytest.mark.parametrize("redirect", ["| head -c 1", "> /dev/full"])
 def test_output_that_cannot_be_written_is_no_traceback(folder, prompt_file, redirect):
-    line = command("--ckpt", folder, "--prompt", prompt_file, "--quiet", "--json", *SMALL)
-    done = subprocess.run(f"{line} {redirect}", shell=True, capture_output=True, cwd=HERE)
+    line = shell_line("--ckpt", folder, "--prompt", prompt_file, "--quiet", "--json", *FLAGS)
+    done = subprocess.run(f"{line} {redirect}", shell=True, capture_output=True, cwd=ROOT)
     if "full" in redirect:
         assert done.returncode == 2 and done.stderr.startswith(
             b"generate.py: error: [Errno 28] No space left"
@@ -161,8 +162,8 @@ def test_output_that_cannot_be_written_is_no_traceback(folder, prompt_file, redi
 
 
 def test_closed_pipe_ends_with_the_report_of_what_was_done(folder, prompt_file):
-    line = command("--ckpt", folder, "--prompt", prompt_file, "--max-new-tokens", 900)
-    done = subprocess.run(f"{line} | head -c 1", shell=True, capture_output=True, cwd=HERE)
+    line = shell_line("--ckpt", folder, "--prompt", prompt_file, "--max-new-tokens", 900)
+    done = subprocess.run(f"{line} | head -c 1", shell=True, capture_output=True, cwd=ROOT)
     error = done.stderr.decode()
     last = error.splitlines()[-5:]
     assert re.search(r"new, ended by closed output$", last[0]) and last[1].startswith("steps: "), error
@@ -172,9 +173,11 @@ def test_closed_pipe_ends_with_the_report_of_what_was_done(folder, prompt_file):
 
 def test_ctrl_c_ends_with_the_report_of_what_was_done(folder, prompt_file):
     """A real signal, after the first characters have come."""
-    argv = shlex.split(command("--ckpt", folder, "--prompt", prompt_file, "--json", "--max-new-tokens", 1600))
+    argv = shlex.split(
+        shell_line("--ckpt", folder, "--prompt", prompt_file, "--json", "--max-new-tokens", 1600)
+    )
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
-    with subprocess.Popen(argv, cwd=HERE, **pipes) as process:
+    with subprocess.Popen(argv, cwd=ROOT, **pipes) as process:
         first = process.stdout.read(3)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
@@ -188,7 +191,7 @@ def test_ctrl_c_ends_with_the_report_of_what_was_done(folder, prompt_file):
 @pytest.mark.parametrize("after", [0, 1, 6])
 def test_ctrl_c_at_any_place(capsys, folder, prompt_file, tmp_path, monkeypatch, after):
     """In the prefill, before the second token, and later; the trace and the picture stay."""
-    real, calls = sfi.noisy, []
+    real, calls = sampling.noisy, []
 
     def noisy(*args):
         calls.append(1)
@@ -196,9 +199,9 @@ def test_ctrl_c_at_any_place(capsys, folder, prompt_file, tmp_path, monkeypatch,
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(sfi, "noisy", noisy)
+    monkeypatch.setattr(sampling, "noisy", noisy)
     files = ["--trace", tmp_path / "steps.jsonl", "--plot", tmp_path / "memory.png"]
-    out, err, code = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *files, *SMALL)
+    out, err, code = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *files, *FLAGS)
     r = json.loads(out.splitlines()[-1])
     assert (code, r["stop_reason"], r["new_tokens"]) == (130, ["interrupted"], [after])
     assert "ended by Ctrl-C" in err and r["dense_step_ms"] is None
@@ -214,7 +217,7 @@ def test_every_end_token_of_three_files_ends_and_is_not_printed(capsys, damaged,
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5]}))
     tokens = iter([65, 66, stop, 67])
     scores = lambda logits, *_: torch.eye(logits.shape[-1])[[next(tokens)]]
-    monkeypatch.setattr(sfi, "noisy", scores)
+    monkeypatch.setattr(sampling, "noisy", scores)
     out, err, _ = run(capsys, *argv, "--max-new-tokens", 10, "--json")
     r = json.loads(out.splitlines()[-1])
     letters = Text(folder).tokenizer.decode([65, 66])
@@ -238,18 +241,18 @@ def test_generation_config_sets_the_sampling(capsys, damaged):
 
 def test_same_seed_same_text_in_another_process_and_another_batch(capsys, folder, prompt_file, damaged):
     hello = damaged[1][3]
-    settings = ["--temperature", "0.9", "--top-p", "0.9", "--seed", "3", "--json", "--quiet", *SMALL]
+    settings = ["--temperature", "0.9", "--top-p", "0.9", "--seed", "3", "--json", "--quiet", *FLAGS]
     out, _, _ = run(capsys, "--ckpt", folder, "--prompt", prompt_file, hello, hello, *settings)
     first, second, third = json.loads(out.splitlines()[-1])["text"]
-    other = shlex.split(command("--ckpt", folder, "--prompt", prompt_file, hello, *settings))
-    done = subprocess.run(other, capture_output=True, cwd=HERE)
+    other = shlex.split(shell_line("--ckpt", folder, "--prompt", prompt_file, hello, *settings))
+    done = subprocess.run(other, capture_output=True, cwd=ROOT)
     assert json.loads(done.stdout.splitlines()[-1])["text"] == [first, second]
     assert second != third  # the same prompt in another row has other noise
 
 
 def test_trace_and_plot(capsys, folder, prompt_file, tmp_path):
     trace, picture = tmp_path / "steps.jsonl", tmp_path / "memory.png"
-    argv = ["--ckpt", folder, "--prompt", prompt_file, "--json", *SMALL]
+    argv = ["--ckpt", folder, "--prompt", prompt_file, "--json", *FLAGS]
     out, _, code = run(capsys, *argv, "--trace", trace, "--plot", picture)
     r, lines = json.loads(out.splitlines()[-1]), [json.loads(x) for x in trace.read_text().splitlines()]
     assert code == 0 and len(lines) == r["new_tokens"][0] == 20
@@ -261,7 +264,7 @@ def test_trace_and_plot(capsys, folder, prompt_file, tmp_path):
 
 
 def test_report_against_dense(capsys, folder, prompt_file):
-    out, err, _ = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *SMALL)
+    out, err, _ = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", *FLAGS)
     r = json.loads(out.splitlines()[-1])
     ours, dense, ratio = r["step_ms"], r["dense_step_ms"], r["dense_step_ms"] / r["step_ms"]
     assert f"a step takes {ours:.0f} ms, a dense one {dense:.0f} ms: about {ratio:.1f}x (" in err
@@ -272,13 +275,13 @@ def test_report_against_dense(capsys, folder, prompt_file):
     assert r["weight_bytes_read"] == 19 * weights
     want = (19 * weights + r["kv_bytes_dense"]) / (19 * weights + r["kv_bytes_read"])
     assert r["byte_speedup"] == pytest.approx(want)
-    quiet = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", "--quiet", *SMALL)[0]
+    quiet = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--json", "--quiet", *FLAGS)[0]
     assert json.loads(quiet.splitlines()[-1])["dense_step_ms"] is None
 
 
 def test_report_of_rows_of_unequal_length(capsys, folder, prompt_file, damaged):
     """What a fast step reads is compared with what dense decoding reads in the same steps, not in all."""
-    argv = ["--ckpt", folder, "--prompt", prompt_file, *[damaged[1][3]] * 3, "--json", *SMALL]
+    argv = ["--ckpt", folder, "--prompt", prompt_file, *[damaged[1][3]] * 3, "--json", *FLAGS]
     out, err, _ = run(capsys, *argv)
     r = json.loads(out.splitlines()[-1])
     assert r["slow_reasons"]["short"] == 3 * 19
@@ -289,7 +292,7 @@ def test_report_of_rows_of_unequal_length(capsys, folder, prompt_file, damaged):
 
 def test_report_says_when_sfi_cannot_pay(capsys, folder, prompt_file):
     """Reported against sparse-attention code: users could not see that it did nothing for them."""
-    argv = ["--ckpt", folder, "--prompt", prompt_file, *SMALL]
+    argv = ["--ckpt", folder, "--prompt", prompt_file, *FLAGS]
     assert "cannot pay" not in run(capsys, *argv)[1]
     nearly_all = run(capsys, *argv, "--n-select", 190)[1]
     assert re.search(r"SFI cannot pay here: it read \d+% of the cache, which is \d+% of what a", nearly_all)
@@ -353,10 +356,10 @@ def test_works_without_triton(folder, prompt_file):
         sys.executable,
         "-c",
         code,
-        *shlex.split(command("--ckpt", folder, "--prompt", prompt_file, *SMALL))[2:],
+        *shlex.split(shell_line("--ckpt", folder, "--prompt", prompt_file, *FLAGS))[2:],
     ]
-    done = subprocess.run(argv, capture_output=True, cwd=HERE, text=True)
-    assert done.returncode == 0 and done.stdout.strip() and "reference backend" in done.stderr
+    done = subprocess.run(argv, capture_output=True, cwd=ROOT, text=True)
+    assert done.returncode == 0 and done.stdout.strip() and "cpu backend" in done.stderr
 
 
 def test_story_is_seeded_and_has_its_letter():

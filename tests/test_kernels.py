@@ -14,14 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import memory
+import cpu
 import model
 import selector
 import sfi
-from command.checks import choose_backend
+from command.machine import choose_backend
 from memory import REFERENCE
-from tests.conftest import HERE, load_folder, make_checkpoint, run
-from tests.test_engine import CONFIGS, SMALL, prompt, token_text
+from study.forcing import force
+from tests.conftest import ROOT, run
+from tests.naive import CONFIGS
+from tests.test_backends import caches, equal
+from tests.tiny import SMALL, load_folder, make_checkpoint, prompt, token_text
 
 kernels = pytest.importorskip("kernels", reason="Triton is not installed", exc_type=ImportError)
 selector_kernels = pytest.importorskip("selector_kernels", reason="Triton is not installed")
@@ -31,124 +34,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAN = float("nan")
 
 
-def caches(B, n_kv, slots, D, spans, dtype=torch.float32):
-    """K and V (B, n_kv, slots, D) that are NaN outside of every row's (start, length)."""
-    made = torch.full((2, B, n_kv, slots, D), NAN, dtype=dtype)
-    for b, (start, length) in enumerate(spans):
-        made[:, b, :, start : start + length] = torch.randn(2, n_kv, length, D)
-    return made.to(DEVICE)
-
-
-def equal(got, want, atol=1e-5):
-    torch.testing.assert_close(got, want, atol=atol, rtol=0, equal_nan=True)
-
-
-GRID = [  # B, T, n_kv, G, D, spans
-    (2, 1, 3, 2, 128, [(0, 1), (37, 17)]),
-    (2, 1, 2, 5, 80, [(3, 129), (0, 0)]),
-    (1, 1, 3, 16, 64, [(5, 200)]),
-    (2, 1, 2, 1, 96, [(0, 31), (2, 33)]),
-    (3, 4, 2, 3, 64, [(1, 4), (0, 0), (7, 65)]),
-    (1, 19, 2, 2, 64, [(11, 70)]),
-    (1, 2, 1, 16, 128, [(0, 18)]),
-]
-
-
-@pytest.mark.parametrize("B, T, n_kv, G, D, spans", GRID)
-def test_attend(B, T, n_kv, G, D, spans):
-    """Poisoned caches and buffers: only what a row reads counts, and what it does not write stays."""
-    torch.manual_seed(0)
-    q, (K, V) = torch.randn(B, T, n_kv * G, D, device=DEVICE), caches(B, n_kv, 240, D, spans)
-    start, length = torch.tensor(spans, device=DEVICE).T.contiguous()
-    W = min(T, 3)
-    scores = torch.full((2, B, n_kv, G * W, 211), NAN, device=DEVICE)
-    want, _ = model.attend(q, K, V, start, length, scores[0])
-    got, _ = kernels.attend(q, K, V, start, length, scores[1])
-    equal(got, want)
-    equal(scores[1], scores[0], 1e-4)
-    equal(kernels.attend(q, K, V, start, length)[0], want)
-
-
 def test_attend_over_many_splits(monkeypatch):
     """More splits than blocks of tokens: some are empty, one is cut."""
     monkeypatch.setattr(kernels, "attend_sizes", lambda *_: dict(ROWS=16, BLOCK=16))
     torch.manual_seed(0)
     spans = [(0, 300), (100, 18)]
-    q, (K, V) = torch.randn(2, 1, 2, 64, device=DEVICE), caches(2, 1, 320, 64, spans)
+    q, (K, V) = torch.randn(2, 1, 2, 64, device=DEVICE), caches(2, 1, 320, 64, spans).to(DEVICE)
     start, length = torch.tensor(spans, device=DEVICE).T.contiguous()
     equal(kernels.attend(q, K, V, start, length)[0], model.attend(q, K, V, start, length)[0])
-
-
-def test_append():
-    torch.manual_seed(0)
-    k, v = torch.randn(2, 4, 2, 3, 80, device=DEVICE)  # (B, T, n_kv, D)
-    position, slot = torch.tensor([[5, 0, -1, 18], [-1, 7, -1, 0]], device=DEVICE)
-    made = []
-    for append in (memory.append, kernels.append):
-        K, V = torch.full((2, 4, 3, 10 + 20, 80), NAN, device=DEVICE)
-        norm = torch.full((4, 3, 20), NAN, device=DEVICE)
-        append(k, v, K, V, norm, position, slot)
-        made.append((K, V, norm))
-    for got, want in zip(*made, strict=True):
-        equal(got, want)
-
-
-@pytest.mark.parametrize("n_sink, N", [(2, 7), (0, 3), (4, 0)])
-def test_rebuild(n_sink, N):
-    torch.manual_seed(0)
-    K, V = torch.randn(2, 3, 2, 50 + 90, 80, device=DEVICE)
-    slots = torch.rand(3, 2, 40).topk(N).indices.sort(-1).values.to(DEVICE) + n_sink
-    high, length = torch.tensor([[60, -1, 44], [81, 90, 45]], device=DEVICE)
-    other = K.clone(), V.clone()
-    memory.rebuild(K, V, slots, 50, n_sink, high, length)
-    kernels.rebuild(*other, slots, 50, n_sink, high, length)
-    assert torch.equal(other[0], K) and torch.equal(other[1], V)
-
-
-def without(name, step):
-    return dict(selector=name, steps=tuple(s for s in selector.STEPS[name] if s != step))
-
-
-CHOICES = [
-    dict(),
-    dict(selector="paper"),
-    dict(selector="paper", fusion="geometric"),
-    dict(selector="paper", steps=()),
-    *(without(name, step) for name in ("follow", "paper") for step in selector.STEPS[name]),
-]
-
-
-SHAPES = [("follow", 1, 290, 60), ("follow", 19, 130, 50), ("paper", 1, 130, 50)]  # R, width, n
-
-
-@pytest.mark.parametrize(
-    "choice, R, width, n",
-    [(choice, 2, 300, 7) for choice in CHOICES] + [(dict(selector=name), *shape) for name, *shape in SHAPES],
-    ids=lambda c: "-".join(map(str, c.values())) or "default" if isinstance(c, dict) else str(c),
-)
-def test_select(choice, R, width, n, monkeypatch):
-    """Rows with their own candidates, in two blocks, one row left alone.  Sets may differ only where scores
-    are as good as equal.
-    """
-    monkeypatch.setattr(selector_kernels, "CHUNK", 256)
-    torch.manual_seed(0)
-    cfg = sfi.SFIConfig(n_sink=3, **choice)
-    key_norm = torch.rand(3, 3, width + 9, device=DEVICE) + 0.5
-    scores = 3 * torch.randn(3, 3, R, width, device=DEVICE)
-    high = torch.tensor([width - 8, -1, n + 33], device=DEVICE)
-    past = torch.rand(3, 3, width + 9, device=DEVICE)
-    past = torch.stack([past / past[..., 3:300].sum(-1, keepdim=True)] * 2)
-    past[:, 2] = 0  # as before the first refresh
-    slots = [
-        select(scores, key_norm, remembered, high, n, cfg)
-        for select, remembered in zip((selector.select, kernels.select), past, strict=True)
-    ]
-    equal(past[1], past[0], 1e-6)
-    for b in (0, 2):
-        assert (slots[1][b].diff(dim=-1) > 0).all()
-        assert slots[1][b].min() >= 3 and slots[1][b].max() < high[b]
-        missed = sum(len(set(x) - set(y)) for x, y in zip(*(s[b].tolist() for s in slots), strict=True))
-        assert missed <= 1, "more than one near-tie"
 
 
 def test_ties_go_to_the_lower_position():
@@ -165,9 +58,14 @@ def test_follow_without_any_attention(monkeypatch):
     """Extreme scores: one token has all the attention, the rest underflow to 0."""
     scores = torch.full((1, 2, 2, 400), -1e4, device=DEVICE)
     scores[..., 7] = 1e4
-    cfg, high = sfi.SFIConfig(n_sink=0), torch.tensor([390], device=DEVICE)
+    cfg, recent_start = sfi.SFIConfig(n_sink=0), torch.tensor([390], device=DEVICE)
     for name in ("follow", "paper"):
-        args = torch.rand(1, 2, 400, device=DEVICE) + 0.5, torch.zeros(1, 2, 400, device=DEVICE), high, 30
+        args = (
+            torch.rand(1, 2, 400, device=DEVICE) + 0.5,
+            torch.zeros(1, 2, 400, device=DEVICE),
+            recent_start,
+            30,
+        )
         want, got = (s.select(scores, *args, replace(cfg, selector=name)) for s in (selector, kernels))
         assert torch.equal(want, got), name
 
@@ -191,7 +89,7 @@ def decoded(tiny, cfg, ops, prompts, new):
     """Tokens and reasons of every step."""
     made = engine(tiny, cfg, ops, batch=len(prompts), max_length=max(map(len, prompts)) + new, new_tokens=new)
     steps = sfi.decode(made, prompts, max_new_tokens=new)
-    return [(step.tokens, [part.reason for part in step.parts]) for step in steps]
+    return [(step.tokens, [did.reason for did in step.rows]) for step in steps]
 
 
 @pytest.mark.parametrize("name", ["sentence-follow", "sentence-paper", "window"])
@@ -221,7 +119,7 @@ def test_forced_tokens(small):
     for some in (REFERENCE, ops):
         made = engine(small, SMALL, some, max_length=50, new_tokens=14)
         made.prefill(0, prompt(32), chunk=16)
-        logits.append(torch.cat([some for some, _ in made.force(0, prompt(14, 2))]))
+        logits.append(torch.cat([some for some, _ in force(made, 0, prompt(14, 2))]))
     equal(logits[1], logits[0], 1e-4)
 
 
@@ -282,11 +180,11 @@ class Late(kernels.Overlap):
     def __init__(self, layers):
         super().__init__(layers, Streams())
 
-    def beside(self, layer, work, tensors):
+    def refresh(self, layer, work, tensors):
         before = self.side.waits
         self.side.work = work
         kept = [t for t in tensors if isinstance(t, torch.Tensor)]
-        super().beside(layer, lambda: None, [Recorded(self.side) for _ in kept])
+        super().refresh(layer, lambda: None, [Recorded(self.side) for _ in kept])
         assert self.side.waits == before + 1
 
 
@@ -308,15 +206,15 @@ def test_overlap_changes_no_token(tiny, name):
 
 
 class NoWait(Late):
-    def before(self, layer):
+    def wait_for(self, layer):
         pass
 
 
 class OneBuffer(Late):
-    def room(self, shape, device):
+    def scores_buffer(self, shape, device):
         self.read = [None, None]
         self.turn = 0
-        return super().room(shape, device)
+        return super().scores_buffer(shape, device)
 
 
 @pytest.mark.parametrize("broken", [NoWait, OneBuffer])
@@ -340,7 +238,7 @@ def test_fork_waits_for_the_side_stream(tiny):
         made = engine(tiny, SMALL, ops, max_length=90, new_tokens=24)
         made.prefill(0, prompt(60))
         other = made.fork(SMALL)
-        assert other.past.abs().sum() > 0
+        assert other.cache.past.abs().sum() > 0
         logits.append(other.prefill(0, prompt(9, 3))[0])
     assert torch.equal(*logits)
 
@@ -388,17 +286,21 @@ def test_experts_are_not_captured(tiny):
 def test_backend_is_chosen_once_and_said(monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    assert choose_backend("auto", CPU, SMALL) is REFERENCE
+    assert choose_backend("auto", CPU, SMALL) is cpu.CPU
     assert choose_backend("reference", CUDA, SMALL) is REFERENCE
     assert choose_backend("auto", CUDA, SMALL).name == "triton"
     assert not capsys.readouterr().err
-    span = replace(SMALL, selector="span")
-    assert choose_backend("auto", CUDA, span) is REFERENCE
+    with pytest.raises(ValueError, match="^--backend cpu: it runs on a CPU; add --device cpu"):
+        choose_backend("cpu", CUDA, SMALL)
+    monkeypatch.setitem(selector.SELECTORS, "lowest", selector.Selector(lambda scores, *_: -scores[:, 0]))
+    lowest = replace(SMALL)
+    object.__setattr__(lowest, "selector", "lowest")  # as if it were one of the choices
+    assert choose_backend("auto", CUDA, lowest) is REFERENCE
     assert capsys.readouterr().err == (
-        "no optimized path: there are no kernels for selector span; give one of follow, paper\n"
+        "no optimized path: there are no kernels for selector lowest; give one of follow, paper\n"
     )
-    with pytest.raises(ValueError, match="^--backend triton: there are no kernels for selector span"):
-        choose_backend("triton", CUDA, span)
+    with pytest.raises(ValueError, match="^--backend triton: there are no kernels for selector lowest"):
+        choose_backend("triton", CUDA, lowest)
     with pytest.raises(ValueError, match="it needs a CUDA device, or TRITON_INTERPRET=1"):
         choose_backend("triton", CPU, SMALL)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
@@ -407,7 +309,7 @@ def test_backend_is_chosen_once_and_said(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ValueError, match="unset it"):
         choose_backend("triton", CUDA, SMALL)
-    monkeypatch.setattr("command.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("command.machine.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="Triton is not installed"):
         choose_backend("triton", CUDA, SMALL)
     assert choose_backend("auto", CUDA, SMALL) is REFERENCE
@@ -418,10 +320,10 @@ def test_backend_is_chosen_once_and_said(monkeypatch, capsys):
 def test_command(folder, tmp_path, capsys):
     (file := tmp_path / "text.txt").write_text("The sea was calm.")
     argv = ["--ckpt", folder, "--prompt", file, "--n-select", 9, "--n-recent", 16]
-    argv += ["--max-new-tokens", 4, "--device", "cpu"]
+    argv += ["--max-new-tokens", 4, "--device", "cpu", "--dtype", "float32"]
     want = run(capsys, *argv)
     got = run(capsys, *argv, "--backend", "triton")
-    assert got[0] == want[0] and "triton backend" in got[1] and "reference backend" in want[1]
+    assert got[0] == want[0] and "triton backend" in got[1] and "cpu backend" in want[1]
 
 
 def test_every_kernel_compiles_for_gpus():
@@ -429,7 +331,9 @@ def test_every_kernel_compiles_for_gpus():
     two other loads are the row's start and length).
     """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "kernels.py"], capture_output=True, text=True, cwd=HERE, env=env)
+    done = subprocess.run(
+        [sys.executable, "-m", "study.compile"], capture_output=True, text=True, cwd=ROOT, env=env
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     seen = {}
     for line in done.stdout.splitlines()[1:]:
@@ -451,7 +355,7 @@ def test_one_host_read_a_step(small, monkeypatch):
     def counting(name, method):
         def read(tensor, *args):
             frame = sys._getframe(1)
-            if Path(frame.f_code.co_filename).parent == HERE:
+            if ROOT in Path(frame.f_code.co_filename).parents:
                 reads.append((name, frame.f_code.co_name))
             return method(tensor, *args)
 
@@ -471,20 +375,9 @@ def test_one_host_read_a_step(small, monkeypatch):
         monkeypatch.setattr(torch.Tensor, name, counting(name, getattr(torch.Tensor, name)))
     reasons = set()
     for token in (0, 1, 2, 3, 4, 5, 6, 7):
-        logits, parts = made.step([token])
+        logits, did = made.step([token])
         made.pick(logits)
-        reasons.add(parts[0].reason)
-        assert reads == [("tolist", "_read")]
+        reasons.add(did[0].reason)
+        assert reads == [("tolist", "draw")]
         reads.clear()
     assert len(reasons) == 2
-
-
-def test_attend_in_half_precision():
-    """At most twice the error of the same in plain PyTorch.  (The interpreter's bfloat16 is wrong.)"""
-    torch.manual_seed(0)
-    spans = [(3, 150), (0, 70)]
-    q, (K, V) = torch.randn(2, 1, 6, 64, device=DEVICE).half(), caches(2, 2, 160, 64, spans, torch.float16)
-    start, length = torch.tensor(spans, device=DEVICE).T.contiguous()
-    exact = model.attend(q.float(), K.float(), V.float(), start, length)[0]
-    ours, plain = (m.attend(q, K, V, start, length)[0].float() for m in (kernels, model))
-    assert (ours - exact).abs().max() <= 2 * (plain - exact).abs().max()

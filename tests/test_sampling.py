@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from command.config import sampling_settings
 from sampling import GREEDY, Sampling, kept, noise, noisy
 
 
@@ -62,19 +63,19 @@ def test_only_kept_tokens_are_drawn_and_in_proportion():
 
 def test_defaults_come_from_generation_config():
     own = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    assert Sampling.of(own, seed=3) == Sampling(0.6, 20, 0.95, 0.0, 3)
-    assert Sampling.of(own, top_k=0, temperature=1.2, min_p=None) == Sampling(1.2, 0, 0.95)
-    assert Sampling.of(own, temperature=0.0).temperature == 0  # greedy, whatever the file says
-    assert Sampling.of({"do_sample": True}) == Sampling(temperature=1.0)
+    assert sampling_settings(own, seed=3) == Sampling(0.6, 20, 0.95, 0.0, 3)
+    assert sampling_settings(own, top_k=0, temperature=1.2, min_p=None) == Sampling(1.2, 0, 0.95)
+    assert sampling_settings(own, temperature=0.0).temperature == 0  # greedy, whatever the file says
+    assert sampling_settings({"do_sample": True}) == Sampling(temperature=1.0)
     for greedy in (
         {},
         {"temperature": 0.6, "top_p": 0.9},
         own | {"do_sample": False},
         own | {"do_sample": None},
     ):
-        assert Sampling.of(greedy) == GREEDY
-    assert Sampling.of({}, top_k=0, top_p=1.0, min_p=0.0) == GREEDY  # off is no filter
-    assert Sampling.of({}, temperature=0.7, top_p=0.9) == Sampling(0.7, top_p=0.9)
+        assert sampling_settings(greedy) == GREEDY
+    assert sampling_settings({}, top_k=0, top_p=1.0, min_p=0.0) == GREEDY  # off is no filter
+    assert sampling_settings({}, temperature=0.7, top_p=0.9) == Sampling(0.7, top_p=0.9)
 
 
 def test_settings_are_named_in_the_report():
@@ -97,7 +98,7 @@ def test_settings_are_named_in_the_report():
 )
 def test_defaults_that_make_no_sense(config, given, message):
     with pytest.raises(ValueError, match=message):
-        Sampling.of(config, **given)
+        sampling_settings(config, **given)
 
 
 def test_noise_is_finite():

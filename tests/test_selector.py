@@ -6,24 +6,23 @@ import pytest
 import torch
 
 import selector
-from selector import (
-    BETA,
-    follow,
-    fusion_weight,
-    paper,
-    power_mean,
-    structural_prior,
-    suppress_neighbours,
-    top_n,
-)
+from selector import BETA, fusion_weight, power_mean, structural_prior, suppress_neighbours, top_n
 from sfi import SFIConfig
 
-STEPS = selector.STEPS["paper"]
+STEPS = selector.SELECTORS["paper"].steps
 
 
 def select(scores, key_norm, n, cfg, past=None):
     past = torch.zeros_like(key_norm) if past is None else past
     return selector.select_row(scores, key_norm, past, n, cfg)
+
+
+def paper(scores, key_norm, steps=None, fusion="arithmetic"):
+    return selector.paper(scores, key_norm, None, SFIConfig(selector="paper", steps=steps, fusion=fusion))
+
+
+def follow(scores, past, steps=None):
+    return selector.follow(scores, None, past, SFIConfig(steps=steps))
 
 
 def loop_paper(scores, key_norm, n, steps, fusion):
@@ -72,23 +71,6 @@ def loop_paper(scores, key_norm, n, steps, fusion):
     return [set(sorted(range(M), key=lambda j: (-s[j], j))[:n]) for s in final], final
 
 
-def loop_span(scores, n, first):
-    """Sets of the n selected candidate indices per KV head."""
-    K, R, M = scores.shape
-    p = scores.double().softmax(-1)
-    chosen = []
-    for h in range(K):
-        blocks = {}
-        for j in range(M):
-            blocks.setdefault((first + j) // 32, []).append(j)
-        peak = {b: max(p[h, r, j].item() for r in range(R) for j in js) for b, js in blocks.items()}
-        taken = {j for b in sorted(blocks, key=lambda b: (-peak[b], b))[: n // 128] for j in blocks[b]}
-        mean = [p[h, :, j].mean().item() for j in range(M)]
-        rest = sorted((j for j in range(M) if j not in taken), key=lambda j: (-mean[j], j))
-        chosen.append(taken | set(rest[: n - len(taken)]))
-    return chosen
-
-
 def loop_follow(scores, past, n, steps):
     """Sets of the n selected candidate indices per KV head, and the new past."""
     K, R, M = scores.shape
@@ -133,12 +115,12 @@ def test_paper_equals_loops(K, R, M, n, steps, fusion):
     scores, key_norm = evidence(K, R, M)
     cfg = SFIConfig(n_sink=3, selector="paper", steps=steps, fusion=fusion)
     want, log_s = loop_paper(scores, key_norm, n, steps, fusion)
-    got = paper(scores.log_softmax(-1), key_norm, steps, fusion)
+    got = paper(scores, key_norm, steps, fusion)
     torch.testing.assert_close(got, torch.tensor(log_s), atol=1e-4, rtol=1e-5)
     assert sets(select(scores, key_norm, n, cfg), 3) == want
 
 
-FOLLOW = selector.STEPS["follow"]
+FOLLOW = selector.SELECTORS["follow"].steps
 
 
 @pytest.mark.parametrize("steps", [FOLLOW, *(tuple(s for s in FOLLOW if s != off) for off in FOLLOW), ()])
@@ -165,35 +147,16 @@ def test_follow_step_by_step():
     """One head looks at candidate 100, the other nowhere in particular; earlier refreshes looked at 50."""
     p = torch.full((2, 3, 400), 1e-4)
     p[0, 1, 100] = 0.9
+    p /= p.sum(-1, keepdim=True)
     past = torch.zeros(2, 400)
     past[:, 50] = 1.0
-    chosen = lambda steps, past: top_n(follow(p.mean(1), p.amax(1), past.clone(), steps), 18).tolist()
+    chosen = lambda steps, past: top_n(follow(p.log(), past.clone(), steps), 18).tolist()
     assert chosen((), past) == [[*range(17), 100], list(range(18))]
     assert chosen(("past",), past) == [[*range(16), 50, 100], [*range(17), 50]]
     assert chosen(("heads",), past) == [[*range(17), 100]] * 2
     assert chosen(("followers",), past)[0] == [0, *range(100, 117)]
     assert chosen(FOLLOW, past)[0] == [50, *range(100, 117)] and chosen(FOLLOW, past)[1][-2:] == [50, 100]
-    assert torch.equal(follow(p.mean(1), p.amax(1), torch.zeros(2, 400), ()), p.mean(1))
-
-
-@pytest.mark.parametrize("first", [0, 4, 31, 32, 45])
-@pytest.mark.parametrize(
-    "K, R, M, n", [(3, 6, 500, 128), (2, 1, 700, 511), (1, 4, 300, 127), (3, 2, 290, 256), (2, 3, 65, 65)]
-)
-def test_span_equals_loops(K, R, M, n, first):
-    scores, key_norm = evidence(K, R, M)
-    slots = select(scores, key_norm, n, SFIConfig(n_sink=first, selector="span"))
-    assert slots.shape == (K, n) and sets(slots, first) == loop_span(scores, n, first)
-
-
-def test_span_takes_whole_blocks_even_cut_ones():
-    scores, key_norm = torch.zeros(1, 1, 400), torch.ones(1, 400)
-    scores[0, 0, 1] = 9.0  # position 31: its block holds the two candidates 30 and 31 only
-    slots = select(scores, key_norm, 128, SFIConfig(n_sink=30, selector="span"))[0].tolist()
-    assert slots == list(range(30, 158))  # the cut block, then equal scores from the lowest position
-    scores[0, 0, 300] = 9.5  # position 330, block 320 .. 351
-    slots = select(scores, key_norm, 128, SFIConfig(n_sink=30, selector="span"))[0].tolist()
-    assert set(range(320, 352)) <= set(slots) and len(slots) == 128
+    torch.testing.assert_close(follow(p.log(), torch.zeros(2, 400), ()), p.mean(1))
 
 
 def test_rows_of_a_batch_have_their_own_candidates():
@@ -222,18 +185,15 @@ def test_ties_go_to_the_lower_position():
 
 def test_every_switch_changes_the_scores():
     scores, key_norm = evidence(3, 6, 200)
-    whole = paper(scores.log_softmax(-1), key_norm)
+    whole = paper(scores, key_norm)
     for off in STEPS:
-        assert not torch.allclose(
-            whole, paper(scores.log_softmax(-1), key_norm, tuple(s for s in STEPS if s != off))
-        )
-    assert not torch.allclose(whole, paper(scores.log_softmax(-1), key_norm, fusion="geometric"))
+        assert not torch.allclose(whole, paper(scores, key_norm, tuple(s for s in STEPS if s != off)))
+    assert not torch.allclose(whole, paper(scores, key_norm, fusion="geometric"))
 
 
 def test_exclusivity_is_skipped_for_two_heads():
     scores, key_norm = evidence(2, 6, 200)
-    log_p = scores.log_softmax(-1)
-    assert torch.equal(paper(log_p, key_norm), paper(log_p, key_norm, STEPS[:3]))
+    assert torch.equal(paper(scores, key_norm), paper(scores, key_norm, STEPS[:3]))
 
 
 def test_fusion_weight():
@@ -268,14 +228,13 @@ def test_parts_of_the_paper_have_the_stated_shape():
     )
 
 
-@pytest.mark.parametrize("name", ["paper", "span"])
-def test_extreme_scores_stay_finite_and_exact(name):
+def test_extreme_scores_stay_finite_and_exact():
     """Probabilities that underflow must still be ordered: everything stays in the log domain."""
     scores = torch.arange(300.0).expand(3, 2, 300) * -2.0
-    cfg = SFIConfig(n_sink=0, selector=name, steps=("power_mean",) if name == "paper" else None)
+    cfg = SFIConfig(n_sink=0, selector="paper", steps=("power_mean",))
     slots = select(scores.contiguous(), torch.ones(3, 300), 100, cfg)
     assert slots.tolist() == [list(range(100))] * 3
-    assert torch.isfinite(paper(scores.log_softmax(-1), torch.zeros(3, 300))).all()
+    assert torch.isfinite(paper(scores, torch.zeros(3, 300))).all()
 
 
 def test_follow_without_any_attention_takes_the_lowest():
@@ -287,7 +246,7 @@ def test_follow_without_any_attention_takes_the_lowest():
     assert slots.tolist() == [[0, 1, 2, *range(7, 24)]] * 3 and torch.equal(past, scores[:, 0].softmax(-1))
 
 
-@pytest.mark.parametrize("name", selector.STEPS)
+@pytest.mark.parametrize("name", selector.SELECTORS)
 def test_scores_in_the_cache_dtype_are_widened_first(name):
     scores, key_norm = evidence(3, 6, 400)
     cfg = SFIConfig(selector=name)

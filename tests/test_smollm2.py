@@ -15,7 +15,7 @@ from model import ModelConfig
 from sampling import Sampling
 from sfi import Engine, SFIConfig, Step, decode
 from study import exactness
-from tests.conftest import transformers_model
+from tests.tiny import transformers_model
 
 DENSE = SFIConfig(policy="dense")
 
@@ -88,8 +88,8 @@ def test_pass_keys(smollm2):
             logits, _ = engine.prefill(0, ids[-32:])
             out = [logits.argmax().item()]
             while len(out) < 8:
-                logits, parts = engine.step(out[-1:])
-                tally.add(Step([out[-1:]], parts, out[-1:]))
+                logits, did = engine.step(out[-1:])
+                tally.add(Step([out[-1:]], did, out[-1:]))
                 out.append(logits.argmax().item())
             found[name] += key in text.tokenizer.decode(out).replace(" ", "")
             fast += tally.fast

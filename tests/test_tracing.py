@@ -10,7 +10,7 @@ from command.report import Tally
 from command.tracing import BINS, Trace, attention, plot
 from sampling import Sampling
 from sfi import Engine, SFIConfig, decode
-from tests.test_engine import SMALL, prompt, token_text
+from tests.tiny import SMALL, prompt, token_text
 
 
 def traced(model, cfg, prompts, new, **settings):
@@ -18,9 +18,9 @@ def traced(model, cfg, prompts, new, **settings):
     longest = max(map(len, prompts)) + new
     trace, seen = Trace(model.config, cfg, token_text, len(prompts), longest), []
 
-    def observe(row, layer, part, slots, scores):
-        seen.append((row, layer, part.visible, slots, scores if scores is None else scores.clone()))
-        trace.refreshed(row, layer, part, slots, scores)
+    def observe(row, layer, did, slots, scores):
+        seen.append((row, layer, did.visible, slots, scores if scores is None else scores.clone()))
+        trace.refreshed(row, layer, did, slots, scores)
 
     sizes = dict(batch=len(prompts), max_length=longest, new_tokens=new)
     engine = Engine(model, cfg, token_text, observe=observe, **sizes)
@@ -31,7 +31,7 @@ def traced(model, cfg, prompts, new, **settings):
     return trace, records, steps, seen
 
 
-def test_records_are_the_parts_of_the_steps(tiny):
+def test_records_are_what_the_rows_did(tiny):
     settings = dict(stop_ids=set(range(3, 97, 10)), sampling=Sampling(0.8, seed=7))
     _, records, steps, _ = traced(tiny, SMALL, [prompt(5, 2), prompt(60), prompt(31, 3)], 40, **settings)
     assert len({sum(len(s.tokens[b]) for s in steps) for b in range(3)}) > 1, "all ended together"
@@ -40,13 +40,13 @@ def test_records_are_the_parts_of_the_steps(tiny):
         tally.add(step)
         assert [r["row"] for r in lines] == [b for b, tokens in enumerate(step.tokens) if tokens]
         for r in lines:
-            part, (token,) = step.parts[r["row"]], step.tokens[r["row"]]
-            assert (r["step"], r["reason"], r["ms"]) == (i, part.reason, 500.0)
-            assert (r["read"], r["length"], r["copied"]) == (part.visible, part.length, part.copied)
-            assert r["kind"] == {"prefill": "prefill", "fast": "fast"}.get(part.reason, "slow")
+            did, (token,) = step.rows[r["row"]], step.tokens[r["row"]]
+            assert (r["step"], r["reason"], r["ms"]) == (i, did.reason, 500.0)
+            assert (r["read"], r["length"], r["copied"]) == (did.visible, did.length, did.copied)
+            assert r["kind"] == {"prefill": "prefill", "fast": "fast"}.get(did.reason, "slow")
             assert r["made"] == token_text(token)
             assert r["fed"] == (token_text(steps[i - 1].tokens[r["row"]][0]) if i else None)
-            assert (r["mass"] is not None) == part.refresh
+            assert (r["mass"] is not None) == did.refresh
             assert (r["mass_before"] is not None) == (r["overlap"] is not None)
     flat = [r for lines in records for r in lines]
     assert sum(r["kind"] == "fast" for r in flat) == tally.fast > 0
@@ -105,15 +105,15 @@ def test_picture_is_the_share_of_layers_and_heads_that_hold_a_position(tiny):
     assert trace.width == 1 and len(trace.rows[0].columns) == len(steps) == 30
     layers = iter(seen)
     for step, column in zip(steps, trace.rows[0].columns, strict=True):
-        part = step.parts[0]
-        if part.refresh:
+        did = step.rows[0]
+        if did.refresh:
             memory = [next(layers) for _ in range(2)]
         _, _, refreshed, *_ = memory[0]
-        later = part.length - refreshed
+        later = did.length - refreshed
         sets = [s for *_, slots, _ in memory for s in visible(SMALL, refreshed, slots, later)]
-        want = [sum(p in s for s in sets) / len(sets) for p in range(part.length)]
-        torch.testing.assert_close(column[: part.length], torch.tensor(want))
-        assert column[part.length :].isnan().all()
+        want = [sum(p in s for s in sets) / len(sets) for p in range(did.length)]
+        torch.testing.assert_close(column[: did.length], torch.tensor(want))
+        assert column[did.length :].isnan().all()
     slow = [x for x, *_ in trace.rows[0].slow]
     assert slow == [i for i, (r,) in enumerate(records) if r["mass"] is not None]
 
@@ -170,7 +170,7 @@ def test_policies_without_a_selection(tiny, cfg, tmp_path):
 
 def test_long_texts_are_averaged_into_bins(tiny, tmp_path):
     trace, _, steps, _ = traced(tiny, SMALL, [prompt(930), prompt(40, 1)], 20)
-    (column, *_), length = trace.rows[0].columns, steps[0].parts[0].length
+    (column, *_), length = trace.rows[0].columns, steps[0].rows[0].length
     assert trace.width == -(-950 // BINS) == 3 and len(column) == -(-950 // 3)
     held = trace.rows[0].columns[0].nan_to_num() * 3
     shown = SMALL.n_sink + SMALL.n_select + length - SMALL.recent_start(length)

@@ -1,0 +1,192 @@
+"""A checkpoint's JSON files: what config.json says of the model, and generation_config.json of sampling.
+
+Each fact of config.json is read into a `ModelConfig`, or refused by name.  Two spellings are in use,
+transformers' older one (`rope_theta`, `rope_scaling`, `torch_dtype`) and its newer one (`rope_parameters`,
+`dtype`); both are understood.  Read before: `model.py`; used by `loading.py`.
+"""
+
+import json
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+
+from model import ModelConfig, RopeConfig
+from sampling import GREEDY, Sampling
+
+MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
+
+
+def read_json(path: Path, default=None) -> dict:
+    """The object in a JSON file; `default` where the file is absent and one is given."""
+    if default is not None and not path.exists():
+        return default
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ValueError(f"cannot read {path} ({e}); fetch the checkpoint again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object; fetch the checkpoint again")
+    return content
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """What a checkpoint folder's config.json says of the model."""
+    return model_config(read_json(folder / "config.json"))
+
+
+def model_config(c: dict) -> ModelConfig:
+    """The facts of a parsed config.json; ValueError names a key that is absent or not supported."""
+
+    def refuse(key, allowed):
+        value = json.dumps(c.get(key))
+        raise ValueError(f"config.json has {key} = {value}; this loader supports {allowed}")
+
+    def need(key):
+        if c.get(key) is None:
+            raise ValueError(f"config.json has no {key}; fetch the checkpoint's own config.json")
+        return c[key]
+
+    def whole(key):
+        if type(need(key)) is not int or c[key] < 1:
+            refuse(key, "a whole number, 1 or more")
+        return c[key]
+
+    kind = need("model_type")
+    if kind not in MODEL_TYPES:
+        refuse("model_type", "/".join(MODEL_TYPES) + ": choose such a checkpoint")
+    if c.get("quantization_config"):
+        refuse("quantization_config", "none: choose an unquantized checkpoint (bf16, fp16 or fp32)")
+    if c.get("use_sliding_window") or "sliding_attention" in (c.get("layer_types") or ()):
+        key = "use_sliding_window" if c.get("use_sliding_window") else "layer_types"
+        refuse(key, "full attention in every layer: sliding-window attention is not computed here")
+    if c.get("hidden_act", "silu") != "silu":
+        refuse("hidden_act", "silu")
+    heads = whole("num_attention_heads")
+    kv_heads = heads if c.get("num_key_value_heads") is None else whole("num_key_value_heads")
+    if heads % kv_heads:
+        refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    head_dim = whole("hidden_size") // heads if c.get("head_dim") is None else whole("head_dim")
+    if head_dim % 2 or not head_dim:
+        raise ValueError(f"config.json gives head_dim = {head_dim}; this loader supports an even number")
+    moe = {}
+    if kind == "qwen3_moe":
+        c = {"num_experts": c.get("num_local_experts")} | c  # newer transformers' spelling
+        keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        moe = {key: whole(key) for key in keys} | {"norm_topk_prob": bool(c.get("norm_topk_prob", False))}
+        if moe["num_experts_per_tok"] > moe["num_experts"]:
+            refuse("num_experts_per_tok", f"at most num_experts = {moe['num_experts']}")
+        moe |= {"decoder_sparse_step": c.get("decoder_sparse_step", 1)}
+        moe |= {"mlp_only_layers": tuple(c.get("mlp_only_layers") or ())}
+    return ModelConfig(
+        model_type=kind,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rope=rope_config(c),
+        tie_word_embeddings=bool(c.get("tie_word_embeddings", False)),
+        attention_bias=bool(c.get("attention_bias", False)),
+        mlp_bias=bool(c.get("mlp_bias", False)),
+        dtype=str(c.get("dtype") or c.get("torch_dtype") or "float32"),
+        rms_norm_eps=positive(c, "rms_norm_eps"),
+        **{key: whole(key) for key in ("vocab_size", "hidden_size", "intermediate_size")},
+        **{key: whole(key) for key in ("num_hidden_layers", "max_position_embeddings")},
+        **moe,
+    )
+
+
+def rope_config(c: dict) -> RopeConfig:
+    """RoPE facts, from `rope_theta` + `rope_scaling` or from `rope_parameters` (newer transformers)."""
+    r = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(c.get(key) or {}, dict):
+            raise ValueError(f"config.json has {key} = {json.dumps(c[key])}; allowed is an object, or null")
+        r |= c.get(key) or {}
+    if r.get("rope_theta", c.get("rope_theta")) is None:
+        raise ValueError(
+            "config.json has no rope_theta, at the top or under rope_parameters; add the model's own"
+        )
+    theta, kind = positive({**c, **r}, "rope_theta"), r.get("rope_type") or r.get("type") or "default"
+    if theta <= 1:
+        raise ValueError(f"config.json has rope_theta = {theta}; allowed is a number above 1")
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"config.json has rope type {kind!r}; this loader supports 'default' and 'yarn'")
+    if c.get("partial_rotary_factor", r.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError("config.json has a partial_rotary_factor; this loader rotates whole heads only")
+    if kind == "default":
+        return RopeConfig(theta)
+    given = {
+        "original_max_position_embeddings": c.get("max_position_embeddings"),
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    }
+    given |= {key: value for key, value in r.items() if value is not None}
+    original = positive(given, "original_max_position_embeddings")
+    factor = positive({"factor": positive(c, "max_position_embeddings") / original} | given, "factor")
+    if given.get("attention_factor") is not None:
+        scale = positive(given, "attention_factor")
+    else:
+        scale = yarn_scale(factor, r.get("mscale"), r.get("mscale_all_dim"))
+    betas = positive(given, "beta_fast"), positive(given, "beta_slow")
+    return RopeConfig(theta, "yarn", factor, original, scale, *betas, r.get("truncate", True))
+
+
+def positive(c: dict, key: str) -> float:
+    """c[key] if it is a finite number above 0, ValueError otherwise."""
+    value = c.get(key)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json has {key} = {json.dumps(value)}; allowed is a number above 0")
+    return value
+
+
+def yarn_scale(factor, mscale=None, mscale_all_dim=None) -> float:
+    """YaRN's attention factor, 0.1 ln(factor) + 1 (arXiv 2309.00071, eq. 22), or a ratio of two such."""
+    scale = lambda m: 0.1 * m * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
+
+
+def with_yarn(config: ModelConfig, factor: float) -> ModelConfig:
+    """The same model with its trained positions stretched by `factor`."""
+    if not 1.0 < factor <= 1000:
+        raise ValueError(
+            f"yarn = {factor}; allowed is a factor above 1 and up to 1000, such as 4 for Qwen3's 131072"
+        )
+    rope = RopeConfig(config.rope.theta, "yarn", factor, trained_positions(config), yarn_scale(factor))
+    return replace(config, rope=rope)
+
+
+def trained_positions(config: ModelConfig) -> int:
+    """What YaRN stretches.  Qwen3's 40960 positions are 32768 to read plus 8192 to answer; its model cards
+    stretch the 32768.
+    """
+    reserved = config.qk_norm and config.max_position_embeddings == 40960
+    return round(config.rope.original) or (32768 if reserved else config.max_position_embeddings)
+
+
+def yarn_for(config: ModelConfig, positions: int) -> int | None:
+    """The smallest whole factor that makes room for `positions`; None beyond 4, the most that Qwen3's model
+    cards vouch for, and for models that YaRN was not made for.
+    """
+    factor = max(-(-positions // trained_positions(config)), 2)
+    return factor if config.qk_norm and factor <= 4 else None
+
+
+def sampling_settings(generation_config: dict, **given) -> Sampling:
+    """The checkpoint's own settings where its generation_config.json has do_sample, else greedy; `given`
+    values other than None come first.  A filter given for greedy decoding is an error.
+    """
+    names, own = [f.name for f in fields(Sampling) if f.name != "seed"], {}
+    if generation_config.get("do_sample"):
+        published = {name: generation_config.get(name) for name in names}
+        own = {"temperature": 1.0} | {name: v for name, v in published.items() if v is not None}
+        try:
+            Sampling(**own)
+        except ValueError as e:
+            raise ValueError(f"generation_config.json: {e}") from None
+    given = {name: value for name, value in given.items() if value is not None}
+    made = Sampling(**own | given)
+    off = lambda name: given.get(name, getattr(GREEDY, name)) == getattr(GREEDY, name)
+    for name in names[1:]:
+        if made.temperature == 0 and not off(name):
+            what = f"{name} = {given[name]} at temperature 0, which is greedy"
+            raise ValueError(f"{what}; give a temperature above 0")
+    return made

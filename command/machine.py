@@ -1,0 +1,102 @@
+"""What runs where: device, dtype and backend, and whether the model and its cache fit.
+
+Each function raises ValueError with one line: what was got, what is allowed, what to do.  Used by
+`generate.py` and the measurements.
+"""
+
+import os
+import sys
+from importlib.util import find_spec
+
+import psutil
+import torch
+
+from cpu import CPU, CPU_HAS_BF16
+from memory import REFERENCE, Ops
+from model import DTYPES, ModelConfig
+from sfi import SFIConfig
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "--device cuda: PyTorch sees no CUDA device here; use --device cpu, or another torch"
+        )
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    return torch.bfloat16 if device.type == "cuda" or CPU_HAS_BF16 else torch.float32
+
+
+def choose_backend(name: str, device: torch.device, cfg: SFIConfig, quiet=False) -> Ops:
+    """The operations to decode with; where `auto` cannot have Triton on a GPU it says so, once."""
+    wanted = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
+    try:
+        return BACKENDS[wanted](device, cfg)
+    except ValueError as why:
+        if name != "auto":
+            raise ValueError(f"--backend {name}: {why}; or choose --backend reference") from None
+        if not quiet:
+            print(f"no optimized path: {why}", file=sys.stderr)
+        return REFERENCE
+
+
+def cpu_backend(device: torch.device, cfg: SFIConfig) -> Ops:
+    if device.type != "cpu":
+        raise ValueError("it runs on a CPU; add --device cpu")
+    return CPU
+
+
+def triton_backend(device: torch.device, cfg: SFIConfig) -> Ops:
+    if problem := triton_problem(device, cfg):
+        raise ValueError(problem)
+    from kernels import triton_ops
+
+    return triton_ops(device.type == "cuda")
+
+
+def triton_problem(device: torch.device, cfg: SFIConfig) -> str | None:
+    """Why the Triton kernels cannot run; None if they can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed (it comes with CUDA builds of torch for Linux); pip install triton"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "it needs a CUDA device, or TRITON_INTERPRET=1 in the environment to be interpreted, slowly"
+    if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET is set, which runs kernels on a CPU; unset it"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 (A100) or newer"
+    from selector_kernels import unsupported
+
+    return unsupported(cfg)
+
+
+BACKENDS = {  # name -> (device, cfg) -> Ops, or a ValueError that says why it cannot run
+    "reference": lambda device, cfg: REFERENCE,
+    "cpu": cpu_backend,
+    "triton": triton_backend,
+}
+
+
+def cache_bytes(
+    model: ModelConfig, cfg: SFIConfig, *, batch: int, max_length: int, new_tokens: int, dtype: torch.dtype
+) -> int:
+    """Bytes the engine allocates: K and V of full cache and compact memory, and two fp32 numbers a key."""
+    slots = cfg.capacity(max_length, new_tokens) + max_length
+    numbers = 2 * model.num_hidden_layers * model.num_key_value_heads * max_length  # key_norm and past
+    return batch * (model.kv_bytes(dtype) * slots + 4 * numbers)
+
+
+def check_memory(weights: int, cache: int, device: torch.device):
+    """ValueError if so many bytes of weights and cache do not fit."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch keeps for later is free too
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if weights + cache > free:
+        parts = f"{weights / 1e9:.1f} weights + {cache / 1e9:.1f} cache"
+        raise ValueError(
+            f"needs {(weights + cache) / 1e9:.1f} GB ({parts}), this machine has {free / 1e9:.1f} GB free; "
+            "choose a smaller model, a shorter prompt or a narrower --dtype"
+        )
