@@ -21,7 +21,7 @@ import torch
 
 from exact import Speculation
 from memory import REFERENCE, SlowFastCache
-from model import Model, NotFinite
+from model import NotFinite
 from sampling import GREEDY, draw
 from selector import FUSIONS, SELECTORS
 
@@ -188,9 +188,7 @@ class RowStep(NamedTuple):
     visible: int = 0  # how many it reads, the new tokens included
     length: int = 0  # tokens in the full cache after the pass: what dense decoding would read
     memory: int = -1  # compact-memory slot of the new token; -1: none
-    recent_start: int = (
-        -1
-    )  # where the recent window of the memory that the pass makes starts; -1: it makes none
+    recent_start: int = -1  # where the recent window of its new memory starts; -1: it gets none
     copied: int = 0  # tokens copied from the full cache into the compact memory
     drafted: int = 0  # exact mode: tokens of the pass, the last ones, that it verifies
     accepted: int = 0  # and how many of them were right; the others are rolled back
@@ -204,22 +202,13 @@ class RowStep(NamedTuple):
 class Engine:
     """Decodes a batch of independent rows on one model.  `prefill` each row, then `step` all rows together.
 
-    max_length counts prompt and new tokens of the longest row.  token_text(id) gives a token's decoded text
-    for the sentence trigger.  `ops` is the backend; `observe` is `memory.SlowFastCache`'s.  The engine owns
-    the cache; two engines may share a model.
+    model is a `model.Model`, cfg an SFIConfig.  max_length counts prompt and new tokens of the longest row.
+    token_text(id) gives a token's decoded text for the sentence trigger.  ops is the backend; observe is
+    `memory.SlowFastCache`'s.  The engine owns the cache; two engines may share a model.
     """
 
     def __init__(
-        self,
-        model: Model,
-        cfg: SFIConfig,
-        token_text,
-        *,
-        batch=1,
-        max_length,
-        new_tokens,
-        ops=REFERENCE,
-        observe=None,
+        self, model, cfg, token_text, *, batch=1, max_length, new_tokens, ops=REFERENCE, observe=None
     ):
         if max_length > model.config.max_positions:
             raise ValueError(
@@ -424,7 +413,7 @@ def decode(
     """Prefill every prompt (token ids), then generate until stop_ids or max_new_tokens end each row.
 
     The first Step carries the prefill's RowSteps.  progress(n) reports prompt tokens as they are cached.
-    speculation: exact mode's own, for who wants to look into it.
+    speculation: exact mode's state, if the caller wants to look into it afterwards.
     """
     if len(prompts) != len(engine.rows):
         raise ValueError(
@@ -432,6 +421,8 @@ def decode(
         )
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens = {max_new_tokens}; allowed is 0 or more")
+    for b, prompt in enumerate(prompts):
+        engine.make_room(b, len(prompt) + max(max_new_tokens - 1, 0))  # the last token is not fed
     filled = [engine.prefill(b, prompt, progress=progress) for b, prompt in enumerate(prompts)]
     if not max_new_tokens:
         return

@@ -122,7 +122,7 @@ def table(args, model: Model, cfg: SFIConfig, tokens: list[int], token_text, ops
     return rows
 
 
-def main(argv=None):
+def parser() -> Parser:
     p = Parser("study.bench", "What dense, fast and slow steps cost, against what bytes alone allow.")
     add, number = p.add_argument, dict(type=int, metavar="N")
     add("--contexts", nargs="+", default=[2048, 8192, 32768, 65536, 131072], help="cached tokens", **number)
@@ -137,6 +137,11 @@ def main(argv=None):
     add("--rounds", default=12, help="with --exact: of each row", **number)
     add("--peer", action="store_true", help="also time transformers on the same weights, up to 32768 tokens")
     add("--out", type=Path, metavar="FILE", help="also write FILE.json and FILE.png")
+    return p
+
+
+def main(argv=None):
+    p = parser()
     args = p.parse_args(argv)
     cfg = SFIConfig()
     try:

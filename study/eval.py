@@ -316,7 +316,7 @@ def samples(task: str, text: Text, context: int, new: int, count: int, source: l
             yield *needle(task, rng, text, context), task == "free"
 
 
-def main(argv=None):
+def parser() -> Parser:
     p = Parser("study.eval", "What Slow-Fast Inference keeps of dense decoding, on a real model.")
     add = p.add_argument
     add("--ckpt", default="smollm2", help="as for generate.py; trained weights")
@@ -338,6 +338,11 @@ def main(argv=None):
     add("--text", type=Path, metavar="FILE", help="a long text for task continue; none: the built-in one")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and cache")
     add("--out", type=Path, metavar="FILE", help="also write the results and every sample's scores here")
+    return p
+
+
+def main(argv=None):
+    p = parser()
     args = p.parse_args(argv)
     try:
         if args.n_select is not None:

@@ -110,6 +110,19 @@ def fits(model: Model, cfg: SFIConfig, context: int, batch: int, new: int) -> bo
     return True
 
 
+def gathering_engine(engine: Engine, context: int) -> Engine:
+    """The same engine and cache, but fast steps gather what they read, as many tokens as a fast step sees."""
+    c, cfg, device = engine.model.config, engine.cfg, engine.model.device
+    seen = cfg.n_sink + cfg.n_select + cfg.n_recent + (cfg.align + cfg.max_interval) // 2
+    places = torch.rand(c.num_key_value_heads, context, device=device).topk(min(seen, context)).indices
+    gather = copy.copy(engine)
+    gather.cache, ops = copy.copy(engine.cache), engine.cache.ops
+    positions = places.sort(-1).values + engine.cache.cap
+    gather.cache.ops = ops._replace(attend=gathering(positions, ops.attend))
+    gather.cfg = replace(cfg, policy="never")  # a fast step, whatever the token says
+    return gather
+
+
 def measure(
     model: Model, cfg: SFIConfig, context: int, batch: int, tokens: list[int], token_text, ops
 ) -> dict:
@@ -119,15 +132,7 @@ def measure(
     device, new = model.device, len(tokens)
     sizes = dict(batch=batch, max_length=context + new, new_tokens=new)
     engine = filled(Engine(model, cfg, token_text, ops=ops, **sizes), context)
-    n_kv, about = model.config.num_key_value_heads, cfg.n_sink + cfg.n_select + cfg.n_recent
-    about += (cfg.align + cfg.max_interval) // 2  # what a fast step sees
-    positions = (
-        torch.rand(n_kv, context, device=device).topk(about).indices.sort(-1).values + engine.cache.cap
-    )
-    gather = copy.copy(engine)
-    gather.cache = copy.copy(engine.cache)
-    gather.cache.ops = ops._replace(attend=gathering(positions, ops.attend))
-    gather.cfg = replace(cfg, policy="never")  # a fast step, whatever the token says
+    gather = gathering_engine(engine, context)
     times = {name: [] for name in ("dense", "fast", "slow", "gather")}
     visible = []
 

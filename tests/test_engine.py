@@ -409,6 +409,44 @@ def test_fork_continues_from_the_same_tokens(tiny):
     )
 
 
+def test_cut_forgets_tokens(tiny):
+    """Inside the recent window the memory stays, less the tokens that are cut; further back it goes too, and
+    with it what the Selector remembers of the tokens.
+    """
+    sizes = dict(max_length=100, new_tokens=30)
+    engine, plain = (Engine(tiny, SMALL, token_text, **sizes) for _ in range(2))
+    for e in (engine, plain):
+        e.prefill(0, prompt(60))
+    before = copy.deepcopy(engine.rows)
+    for token in (0, 1, 2):
+        engine.step([token])
+    engine.cut(0, 60)
+    assert engine.rows == before
+    for token in (5, 6, 0):
+        assert torch.equal(engine.step([token])[0], plain.step([token])[0])
+    engine.cut(0, 52)  # the window's first token
+    assert engine.rows[0].memory == 12 and engine.step([3])[1][0].reason == "fast"
+    engine.cut(0, 40)
+    assert engine.rows[0].memory == 0 and not engine.cache.past[..., 40:].any()
+    logits, (did,) = engine.step([7])
+    want = dense_logits(tiny, torch.tensor([[*prompt(60)[:40], 7]]))[0, -1]
+    assert did.reason == "first"
+    torch.testing.assert_close(logits[0], want, atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="cannot cut row 0 to 42 tokens; it has 41"):
+        engine.cut(0, 42)
+
+
+def test_a_decode_that_does_not_fit_is_refused_before_it_reads(tiny):
+    engine = Engine(tiny, SMALL, token_text, max_length=30, new_tokens=5)
+    with pytest.raises(ValueError, match="row 0 would have 31 tokens; the engine was made for 30"):
+        next(decode(engine, [prompt(26)], max_new_tokens=6))
+    with pytest.raises(ValueError, match="max_new_tokens = -1; allowed is 0 or more"):
+        next(decode(engine, [prompt(26)], max_new_tokens=-1))
+    with pytest.raises(ValueError, match="max_length = 5000; the model has 4096 positions"):
+        Engine(tiny, SMALL, token_text, max_length=5000, new_tokens=5)
+    assert engine.rows[0].length == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_takes_the_same_steps(tiny, dtype):
     """Same schedule and memory sizes as fp32, and with fp32's selection, logits near to fp32's."""
