@@ -161,6 +161,10 @@ def run(args) -> int:
 def answer(args, engine, ids, text, sampling, trace) -> dict:
     """Decode all prompts and show the text as it comes, then the report, also where Ctrl-C or a closed
     output broke it off.
+
+    Returns what --json prints: lists with an entry a prompt (`text`, `prompt_tokens`, `new_tokens`,
+    `stop_reason`: stop, length, interrupted or closed), then counts of all rows after the prefill and seconds
+    (`step_ms` and `dense_step_ms` while all rows run; in exact mode a token's).  Bytes read include copies.
     """
     names = args.prompt or [BUILT_IN]
     screen = Screen(names, text, args.max_new_tokens, sys.stdout)

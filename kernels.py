@@ -15,8 +15,14 @@ waits for the host.
     layer by layer.  A step that refreshes no row waits for all of them; then it is one CUDA graph, captured
     once and replayed.
 
-With TRITON_INTERPRET=1 in the environment the kernels run on a CPU, slowly.  `study/compile.py` compiles
-every kernel for three GPUs, without one.  Letters: see `model.py`.  Read before: `sfi.py`; next:
+The host uploads a few numbers a row, and reads once a token: the tokens, and whether the logits were finite.
+The G query heads of a KV head are one tile, so K and V are read once.  A mixture of experts chooses its
+experts on the host, so it is not captured.
+
+Nothing here has run on a GPU yet.  In CI every kernel runs in Triton's interpreter (TRITON_INTERPRET=1)
+against the reference, whole decodes too, the schedule with a side stream that runs as late as it may,
+captured steps with a stand-in that keeps what the first pass read of the host; and `study/compile.py`
+compiles every kernel for A100, H100 and B200.  Letters: see `model.py`.  Read before: `sfi.py`; next:
 `selector_kernels.py`.
 """
 

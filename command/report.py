@@ -82,7 +82,17 @@ class Screen:
 
 @dataclass
 class Tally:
-    """Counts over a run, after the prefill; a row-step is one row's part in a step."""
+    """Counts over a run, after the prefill; a row-step is what one row does in a step.
+
+    A row-step is "fast", or dense for one of SLOW_REASONS:
+        dense     the policy asks for it (`--dense`), or in exact mode drafts would not pay
+        short     everything fits into the memory, so there is nothing to choose
+        first     the first token that no longer fits
+        sentence  the token starts a sentence, min_gap fast steps or more after the last dense one
+        interval  max_interval fast steps have passed
+        doubt     exact mode: a further draft would not pay
+        end       exact mode: the text may end here
+    """
 
     reasons: Counter = field(default_factory=Counter)  # row-steps by reason, "fast" among them
     passes: Counter = field(default_factory=Counter)  # forward passes by their tokens, all rows together

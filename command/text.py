@@ -1,6 +1,10 @@
 """Text to tokens and back: the checkpoint's tokenizer, chat template and end tokens.
 
-Read next: `generate.py`.
+What the model sees is the file, then the question, as one user message of the checkpoint's chat template,
+after the system message if one is given.  Control tokens written in a file, such as <|im_end|>, are fed as
+the letters they are written with; with --raw there is no template, and they count.  The end tokens of
+config.json, generation_config.json and the tokenizer all end an answer and are never printed.  Read next:
+`generate.py`.
 """
 
 import json

@@ -1,8 +1,17 @@
 """Seeing the method at work: a record of every step, and a picture of what the memory held.
 
-A `Trace` watches an engine's refreshes (`Engine.observe`) and turns each `Step` of the decode loop into plain
-dicts, one for each row, which `generate.py --trace` writes as JSON lines.  `plot` draws what it saw.  Read
-before: `sfi.py`.
+A `Trace` watches an engine's refreshes (`SlowFastCache.observe`) and turns each `Step` of the decode loop
+into plain dicts, one for each row, which `generate.py --trace` writes as JSON lines.  One of them, folded:
+
+    {"step": 33, "row": 0, "kind": "slow", "reason": "sentence", "fed": " The", "made": " house",
+     "read": 4985, "length": 4985, "copied": 1805, "overlap": 0.8378, "mass_before": 0.9675, "mass": 0.9864,
+     "ms": 237.239}
+
+`fed` and `made` are the texts of the token read and of the one chosen; `read`, `length` and `copied` count
+tokens: attended to, cached, and copied into a new memory.  At a slow step `overlap` is the share of the newly
+selected tokens that the old memory held already, `mass` and `mass_before` the share of the step's true
+attention that falls on the new memory and on the one it replaces, means over layers and heads; fast steps do
+not know it.  `plot` draws what the trace saw.  Read before: `sfi.py`.
 """
 
 import warnings

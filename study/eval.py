@@ -25,6 +25,7 @@ from tqdm import tqdm
 from command import checkpoints, story
 from command.config import read_config
 from command.loading import load
+from command.machine import choose_backend
 from command.parser import Parser
 from command.text import Text
 from command.tracing import Trace
@@ -117,11 +118,12 @@ class Bench:
 
     def __init__(self, model, text: Text, new: int):
         self.model, self.text, self.new = model, text, new
+        self.ops = choose_backend("auto", model.device, DENSE)
         self.depths = []  # of the answers in the prompts, for the retrieval tasks
 
     def prefill(self, ids: list[int]):
         sizes = dict(max_length=len(ids) + self.new, new_tokens=self.new)
-        self.base = Engine(self.model, DENSE, self.text.token_text, **sizes)
+        self.base = Engine(self.model, DENSE, self.text.token_text, ops=self.ops, **sizes)
         self.base.prefill(0, ids[:-TAIL])
         self.tail = ids[-TAIL:]
 

@@ -62,13 +62,14 @@ def decoded(bench: Bench, cfg: SFIConfig, new: int, sampling: Sampling):
     return tokens, tally, speculation and speculation.drafts[0]
 
 
-def parted(model, text: Text, ids: list[int], dense: list[int], exact: list[int], sampling: Sampling):
+def parted(bench: Bench, ids: list[int], dense: list[int], exact: list[int], sampling: Sampling):
     """None where both texts are one; else (where they part, dense decoding's lead there in logits)."""
     at = next((i for i, (a, b) in enumerate(zip(dense, exact, strict=True)) if a != b), None)
     if at is None:
         return None
     known = ids + dense[:at]
-    engine = Engine(model, DENSE, text.token_text, max_length=len(known), new_tokens=1)
+    sizes = dict(max_length=len(known), new_tokens=1)
+    engine = Engine(bench.model, DENSE, bench.text.token_text, ops=bench.ops, **sizes)
     scores = noisy(engine.prefill(0, known)[0], [(0, len(known))], sampling)
     return at, -scores.topk(2).values.diff().item()
 
@@ -106,7 +107,7 @@ def main(argv=None):
             (dense, *_), (exact, tally, drafts) = [
                 decoded(bench, c, args.new, sampling) for c in (DENSE, cfg)
             ]
-            place = parted(model, text, ids, dense, exact, sampling)
+            place = parted(bench, ids, dense, exact, sampling)
             row = dict(kind=kind, prompt=len(ids), n_select=cfg.n_select, temperature=sampling.temperature)
             row |= dict(new=len(exact), fast=tally.fast, passes=tally.slow, reasons=dict(tally.reasons))
             row |= dict(drafted=tally.drafted, accepted=tally.accepted, parted=place)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from command import checkpoints
 from command.config import read_config
 from command.loading import load
+from command.machine import choose_backend
 from command.parser import Parser
 from command.text import Text
 from sfi import Engine, SFIConfig, advance
@@ -50,7 +51,9 @@ def supports(model, text: Text, ids: list[int], new: int, recent: int, top: int)
         own = held.diagonal(dim1=1, dim2=2)  # (K, T)
         found.append((chosen @ chosen.transpose(1, 2) / top, held / own[:, None]))
 
-    engine = Engine(model, cfg, text.token_text, max_length=len(ids), new_tokens=0, observe=observe)
+    sizes = dict(max_length=len(ids), new_tokens=0)
+    ops = choose_backend("auto", model.device, cfg)
+    engine = Engine(model, cfg, text.token_text, ops=ops, observe=observe, **sizes)
     engine.prefill(0, ids[:-new])
     found.clear()
     engine.prefill(0, ids[-new:])

@@ -1,6 +1,5 @@
 """Fixtures of the tests, and how they run the command."""
 
-import json
 import os
 import shlex
 import shutil
@@ -13,41 +12,16 @@ if not torch.cuda.is_available():  # read when the kernels are imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import generate
 from command import checkpoints
 from command.text import Text
-from tests.tiny import load_folder, make_checkpoint
+from tests.tiny import load_folder, make_folder, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 # Flags under which a short prompt sees fast and slow steps, in one dtype on every machine.
 FLAGS = "--dtype float32 --n-select 20 --n-recent 16 --max-interval 8 --min-gap 2 --max-new-tokens 20".split()
-
-# A chat template in the manner of published ones.
-TEMPLATE = """{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if not enable_thinking | default(true) %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{%- endif %}"""
-
-
-def byte_tokenizer():
-    """A token a byte, and two control tokens."""
-    tokenizer = Tokenizer(
-        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
-    )
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")]
-    )
-    return tokenizer
 
 
 def run(capsys, *argv):
@@ -69,20 +43,13 @@ def shell_line(*argv):
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """A tiny Qwen3 in fp32: L = 2, K = 3 (so that no step of the Selector is skipped), G = 5, D = 16."""
-    folder = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(folder, heads=15, kv_heads=3, head_dim=16, num_hidden_layers=2)
-    return load_folder(folder)
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """A tiny Qwen3 folder that looks like a published one."""
-    folder = tmp_path_factory.mktemp("ckpt")
-    make_checkpoint(folder, heads=6, kv_heads=2, vocab_size=258, max_position_embeddings=2000)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": TEMPLATE, "eos_token": {"content": "<|im_end|>", "special": True}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return make_folder(tmp_path_factory.mktemp("ckpt"))
 
 
 @pytest.fixture

@@ -76,6 +76,7 @@ def test_too_small_a_benchmark_is_refused(capsys):
         assert err.count("\n") == 1 and f"--steps {2 * SFIConfig().max_interval}" in err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_the_check_for_gpus_on_toy_sizes(capsys):

@@ -8,19 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from command.checks import check_lengths, where_not_finite
-from command.config import model_config, with_yarn
+from command.checks import where_not_finite
 from command.machine import cache_bytes
 from command.report import Tally
 from command.timing import dense_step
-from memory import append, rebuild
-from model import KVCache, NotFinite
-from sampling import Sampling
+from model import NotFinite
 from selector import select
 from sfi import Engine, SFIConfig, decode
 from study.forcing import force
 from tests.naive import CONFIGS, Naive
-from tests.tiny import BASE, SMALL, decoded, dense_logits, poisoned, prompt, token_text
+from tests.tiny import SMALL, decoded, dense_logits, poisoned, prompt, token_text
 
 
 @pytest.mark.parametrize(
@@ -85,104 +82,6 @@ def test_capacity_and_bytes(tiny):
     assert held == cache_bytes(tiny.config, SMALL, batch=2, max_length=90, new_tokens=20, dtype=torch.float32)
 
 
-def test_positions_that_do_not_fit():
-    config = model_config(BASE | {"max_position_embeddings": 64})
-    check_lengths(config, [60, 3], 4)
-    with pytest.raises(
-        ValueError, match="prompt of 61 tokens [+] 4 new ones = 65; the model has 64 positions"
-    ):
-        check_lengths(config, [61, 3], 4)
-    with pytest.raises(ValueError, match="prompt is empty"):
-        check_lengths(config, [5, 0], 4)
-    with pytest.raises(ValueError, match="max_new_tokens = -1"):
-        check_lengths(config, [5], -1)
-
-
-@pytest.mark.parametrize(
-    "changes, tokens, factor",
-    [
-        (dict(max_position_embeddings=40960), 50_000, 2),  # Qwen3: 32768 positions are stretched
-        (dict(max_position_embeddings=40960), 131_072, 4),
-        (dict(max_position_embeddings=40960), 131_073, None),
-        (dict(max_position_embeddings=262144), 300_000, 2),
-        (dict(max_position_embeddings=64, model_type="llama"), 100, None),
-    ],
-)
-def test_too_long_a_prompt_names_the_yarn_that_would_serve(changes, tokens, factor):
-    config = model_config(BASE | changes)
-    with pytest.raises(ValueError, match=f"new ones = {tokens}; the model has") as e:
-        check_lengths(config, [tokens - 10], 10)
-    assert f"has {config.max_positions} positions" in str(e.value)
-    assert ("--yarn" in str(e.value)) == bool(factor)
-    if factor:
-        assert str(e.value).endswith(f"or stretch the positions with --yarn {factor}")
-        check_lengths(with_yarn(config, factor), [tokens - 10], 10)
-        with pytest.raises(ValueError, match="positions"):
-            check_lengths(with_yarn(config, factor - 0.9), [tokens - 10], 10)
-
-
-def test_append_writes_what_is_named_and_nothing_else():
-    torch.manual_seed(0)
-    k, v = torch.randn(2, 4, 2, 3, 8)  # (B, T, K, D)
-    K, V = torch.full((2, 4, 3, 10 + 20, 8), float("nan"))
-    norm = torch.full((4, 3, 20), float("nan"))
-    append(k, v, K, V, norm, torch.tensor([5, 0, -1, 18]), torch.tensor([-1, 7, -1, 0]))
-    for cache, new in ((K, k), (V, v)):
-        want = torch.full_like(cache, float("nan"))
-        for row, slots in ((0, [15]), (1, [10, 7]), (3, [28, 0])):
-            for slot in slots:
-                want[row, :, slot : slot + 2] = new[row].transpose(0, 1)
-        torch.testing.assert_close(cache, want, equal_nan=True, rtol=0, atol=0)
-    want = torch.full_like(norm, float("nan"))
-    for row, p in ((0, 5), (1, 0), (3, 18)):
-        want[row, :, p : p + 2] = k[row].square().sum(-1).sqrt().T
-    torch.testing.assert_close(norm, want, equal_nan=True)
-
-
-def test_rebuild_packs_sinks_selected_and_recent():
-    """Of the rows that are refreshed; the others stay as they are."""
-    torch.manual_seed(0)
-    K, V = torch.randn(2, 3, 3, 30 + 50, 8)
-    before = K.clone(), V.clone()
-    slots = torch.tensor([[5, 9, 20], [2, 3, 4], [7, 21, 22]]) + torch.arange(3)[:, None, None]
-    rebuild(K, V, slots, 30, 2, torch.tensor([24, -1, 40]), torch.tensor([33, 50, 41]))
-    for cache, old in zip((K, V), before, strict=True):
-        for row, recent in ((0, range(24, 33)), (2, range(40, 41))):
-            for head in range(3):
-                want = [0, 1, *slots[row, head].tolist(), *recent]
-                assert torch.equal(cache[row, head, : len(want)], old[row, head, 30:][want])
-                assert torch.equal(cache[row, head, len(want) :], old[row, head, len(want) :])
-        assert torch.equal(cache[1], old[1])
-
-
-def test_memory_holds_kv_heads(tiny):
-    engine = Engine(tiny, SMALL, token_text, batch=2, max_length=60, new_tokens=10)
-    assert engine.cache.k.shape == (2, 2, 3, engine.cache.cap + 60, 16)  # K = 3 of H = 15 heads
-    assert isinstance(engine.cache, KVCache)
-
-
-def test_whole_prompt_chunks_and_token_by_token_agree(tiny):
-    tokens = prompt(83)
-    want = dense_logits(tiny, torch.tensor([tokens]))[0, -1]
-
-    def last(pieces, chunk=512):
-        engine = Engine(tiny, replace(SMALL, policy="dense"), token_text, max_length=83, new_tokens=0)
-        for piece in pieces:
-            logits, _ = engine.prefill(0, piece, chunk=chunk)
-        return logits[0], engine
-
-    for logits, _ in (
-        last([tokens]),
-        last([tokens], chunk=13),
-        last([tokens[:40], tokens[40:]]),
-        last([[t] for t in tokens]),
-    ):
-        torch.testing.assert_close(logits, want, atol=1e-5, rtol=0)
-    _, whole = last([tokens])
-    _, single = last([[t] for t in tokens])
-    torch.testing.assert_close(whole.cache.k, single.cache.k, atol=1e-5, rtol=0)
-
-
 def test_prompt_is_split_evenly_so_that_the_last_chunk_is_evidence_enough(tiny):
     for n in (1, 4, 5, 9, 10, 11, 21, 83):
         engine = Engine(tiny, SMALL, token_text, max_length=n, new_tokens=0)
@@ -191,51 +90,10 @@ def test_prompt_is_split_evenly_so_that_the_last_chunk_is_evidence_enough(tiny):
         assert sum(pieces) == n and pieces[-1] >= min(SMALL.n_evidence, n) and max(pieces) - min(pieces) <= 1
 
 
-def test_evidence_is_the_true_attention_of_the_step(tiny):
-    """What the Selector gets must be the softmax attention after QK-norm and RoPE, candidates only, of the
-    last queries.
-    """
-    seen = []
-
-    def spy(scores, key_norm, past, recent_start, *rest):
-        candidates = slice(SMALL.n_sink, recent_start.item())
-        seen.append((scores[0][..., candidates].clone(), key_norm[0, :, candidates]))
-        return select(scores, key_norm, past, recent_start, *rest)
-
-    engine = Engine(tiny, SMALL, token_text, max_length=70, new_tokens=5)
-    engine.cache.ops = engine.cache.ops._replace(select=spy)
-    tokens = prompt(61)
-    engine.prefill(0, tokens, chunk=20)
-    assert len(seen) == 2
-    q, k = {}, {}
-    grab = lambda layer, q_, k_, v: (
-        q.setdefault(layer, q_),
-        k.setdefault(layer, k_),
-        engine_attention(q_, k_, v),
-    )[2]
-
-    def engine_attention(q_, k_, v):
-        K, V = (x.transpose(1, 2).repeat_interleave(5, dim=1) for x in (k_, v))
-        return torch.nn.functional.scaled_dot_product_attention(
-            q_.transpose(1, 2), K, V, is_causal=True
-        ).transpose(1, 2)
-
-    tiny(torch.tensor([tokens]), torch.arange(61)[None], grab)
-    high = (61 - 8) // 4 * 4
-    for layer, (scores, key_norm) in enumerate(seen):
-        torch.testing.assert_close(key_norm, k[layer][0, 2:high].norm(dim=-1).T, atol=1e-5, rtol=0)
-        assert scores.shape == (3, 5 * 5, high - 2)
-        for head in range(15):
-            for w in range(5):
-                want = (q[layer][0, 56 + w, head] @ k[layer][0, 2:high, head // 5].T / 16**0.5).softmax(-1)
-                got = scores[head // 5, head % 5 * 5 + w].softmax(-1)
-                torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("n", [1, 21, 26, 60])
+@pytest.mark.parametrize("n", [1, 21, 26])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_engine_equals_naive_simulation(tiny, name, n):
-    """Logits and reason of every step; prompts short, just short, just long enough, and long."""
+    """Logits and reason of every step; prompts short, just short and just long enough."""
     cfg, tokens, fed = CONFIGS[name], prompt(n, seed=n), prompt(40, seed=1)
     naive = Naive(tiny, cfg)
     engine = poisoned(tiny, cfg, max_length=n + 40, new_tokens=40)
@@ -246,9 +104,6 @@ def test_engine_equals_naive_simulation(tiny, name, n):
         assert did.reason == naive.reasons[i] and did.length == n + i + 1
         if did.reason == "fast":
             assert did.visible == len(naive.visible[0][0]) <= engine.cache.cap
-    if n == 60:  # a long prompt must have gone through every kind of step that the policy has
-        kinds = {"dense": {"dense"}, "window": {"fast"}, "never": {"fast"}, "fixed": {"fast", "interval"}}
-        assert set(naive.reasons) == kinds.get(cfg.policy, {"fast", "sentence", "interval"})
 
 
 @pytest.mark.parametrize("n", [21, 60])
@@ -306,26 +161,6 @@ def test_first_refresh_comes_with_the_first_candidate_too_many(tiny, n, reasons)
     engine = Engine(tiny, replace(SMALL, max_interval=30), token_text, max_length=60, new_tokens=30)
     engine.prefill(0, prompt(n))
     assert [engine.step([0])[1][0].reason for _ in reasons] == reasons
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["sentence-follow", "sentence-paper", "window", "dense"])
-def test_rows_of_a_batch_are_independent(tiny, name, temperature):
-    """Unequal lengths, rows ending at different times, mixed steps: each row as if alone."""
-    prompts = [prompt(5, 1), prompt(61, 2), prompt(31, 3)]
-    settings = dict(stop_ids=set(range(3, 97, 10)), sampling=Sampling(temperature, top_p=0.97, seed=7))
-    batch, steps, _ = decoded(tiny, CONFIGS[name], prompts, 40, **settings)
-    for b, p in enumerate(prompts):
-        rows = [[0]] * b + [p]  # the noise belongs to the row, so the row keeps its place
-        alone, alone_steps, _ = decoded(tiny, CONFIGS[name], rows, 40, **settings)
-        assert batch[b] == alone[b]
-        assert [s.rows[b] for s in steps][: len(batch[b])] == [s.rows[b] for s in alone_steps][
-            : len(batch[b])
-        ]
-    if name.startswith("sentence"):
-        assert any({"fast"} < {did.reason for did in s.rows} for s in steps[1:]), "no mixed step was tested"
-    if not temperature:
-        assert len({len(row) for row in batch}) > 1, "all rows ended together"
 
 
 def test_rows_agree_in_logits(tiny):

@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 
 import generate
 from command import checks
-from command.config import read_config
+from command.checks import check_lengths
+from command.config import model_config, read_config, with_yarn
 from command.machine import cache_bytes
 from command.text import Text
 from sampling import Sampling
 from sfi import SFIConfig
-from tests.conftest import FLAGS, ROOT, byte_tokenizer, run, shell_line
-from tests.tiny import edit_config
+from tests.conftest import FLAGS, ROOT, run, shell_line
+from tests.tiny import BASE, byte_tokenizer, edit_config
 
 FILES = {
     "empty.txt": b"",
@@ -220,3 +221,39 @@ def test_no_chat_template(capsys, folder, prompt_file, tmp_path):
     assert code == 2 and "no chat template; use --raw" in err
     assert run(capsys, "--ckpt", bare, "--prompt", prompt_file, "--raw", *FLAGS)[2] == 0
     assert Text(bare).stop_ids == {257}
+
+
+def test_positions_that_do_not_fit():
+    config = model_config(BASE | {"max_position_embeddings": 64})
+    check_lengths(config, [60, 3], 4)
+    with pytest.raises(
+        ValueError, match="prompt of 61 tokens [+] 4 new ones = 65; the model has 64 positions"
+    ):
+        check_lengths(config, [61, 3], 4)
+    with pytest.raises(ValueError, match="prompt is empty"):
+        check_lengths(config, [5, 0], 4)
+    with pytest.raises(ValueError, match="max_new_tokens = -1"):
+        check_lengths(config, [5], -1)
+
+
+@pytest.mark.parametrize(
+    "changes, tokens, factor",
+    [
+        (dict(max_position_embeddings=40960), 50_000, 2),  # Qwen3: 32768 positions are stretched
+        (dict(max_position_embeddings=40960), 131_072, 4),
+        (dict(max_position_embeddings=40960), 131_073, None),
+        (dict(max_position_embeddings=262144), 300_000, 2),
+        (dict(max_position_embeddings=64, model_type="llama"), 100, None),
+    ],
+)
+def test_too_long_a_prompt_names_the_yarn_that_would_serve(changes, tokens, factor):
+    config = model_config(BASE | changes)
+    with pytest.raises(ValueError, match=f"new ones = {tokens}; the model has") as e:
+        check_lengths(config, [tokens - 10], 10)
+    assert f"has {config.max_positions} positions" in str(e.value)
+    assert ("--yarn" in str(e.value)) == bool(factor)
+    if factor:
+        assert str(e.value).endswith(f"or stretch the positions with --yarn {factor}")
+        check_lengths(with_yarn(config, factor), [tokens - 10], 10)
+        with pytest.raises(ValueError, match="positions"):
+            check_lengths(with_yarn(config, factor - 0.9), [tokens - 10], 10)

@@ -19,8 +19,8 @@ from command.report import Screen
 from command.text import Text
 from sampling import Sampling
 from sfi import SFIConfig
-from tests.conftest import FLAGS, ROOT, byte_tokenizer, run, shell_line
-from tests.tiny import edit_config
+from tests.conftest import FLAGS, ROOT, run, shell_line
+from tests.tiny import byte_tokenizer, edit_config
 
 KEYS = {"text", "prompt_tokens", "new_tokens", "stop_reason", "slow_steps", "fast_steps", "slow_reasons"}
 KEYS |= {

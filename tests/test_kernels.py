@@ -92,7 +92,9 @@ def decoded(tiny, cfg, ops, prompts, new):
     return [(step.tokens, [did.reason for did in step.rows]) for step in steps]
 
 
-@pytest.mark.parametrize("name", ["sentence-follow", "sentence-paper", "window"])
+@pytest.mark.parametrize(
+    "name", ["sentence-follow", pytest.param("sentence-paper", marks=pytest.mark.slow), "window"]
+)
 def test_whole_decode(small, name):
     """Unequal rows, mixed steps: the same tokens."""
     cfg = replace(CONFIGS[name], n_select=5, n_recent=5, min_gap=1, max_interval=4)
@@ -103,6 +105,7 @@ def test_whole_decode(small, name):
         assert any("fast" in reasons and len(set(reasons)) == 2 for _, reasons in want[2:6])
 
 
+@pytest.mark.slow
 def test_exact_mode(small):
     """Rows that check their drafts on their own: the same tokens and the same drafts."""
     cfg = replace(CONFIGS["exact"], n_select=5, n_recent=5, max_interval=3)
@@ -316,6 +319,7 @@ def test_backend_is_chosen_once_and_said(monkeypatch, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU needs no interpreter")
 def test_command(folder, tmp_path, capsys):
     (file := tmp_path / "text.txt").write_text("The sea was calm.")
@@ -326,6 +330,7 @@ def test_command(folder, tmp_path, capsys):
     assert got[0] == want[0] and "triton backend" in got[1] and "cpu backend" in want[1]
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_gpus():
     """Of three generations, without one: nothing spills, and K, V and queries come 16 bytes at a time (the
     two other loads are the row's start and length).

@@ -11,6 +11,7 @@ import torch
 from command import story
 from command.report import Tally
 from command.text import Text
+from cpu import CPU
 from model import ModelConfig
 from sampling import Sampling
 from sfi import Engine, SFIConfig, Step, decode
@@ -21,7 +22,8 @@ DENSE = SFIConfig(policy="dense")
 
 
 def greedy(model, text, ids, new, cfg=DENSE):
-    engine = Engine(model, cfg, text.token_text, max_length=len(ids) + new, new_tokens=new)
+    sizes = dict(max_length=len(ids) + new, new_tokens=new)
+    engine = Engine(model, cfg, text.token_text, ops=CPU, **sizes)
     return [token for step in decode(engine, [ids], max_new_tokens=new) for token in step.tokens[0]]
 
 
@@ -66,6 +68,7 @@ def pass_key_prompt(text: Text, depth: float, tokens=3000):
     return text.encode(text.chat(question) + "The pass key is"), key
 
 
+@pytest.mark.slow
 def test_pass_keys(smollm2):
     """14 keys at depths of 5 to 90 %: dense finds all, so does the default at N = 256 and 128, windows hardly
     any.
@@ -81,7 +84,7 @@ def test_pass_keys(smollm2):
     for i in range(14):
         ids, key = pass_key_prompt(text, 0.05 + 0.85 * i / 13)
         assert 2850 <= len(ids) <= 3050
-        base = Engine(model, DENSE, text.token_text, max_length=len(ids) + 8, new_tokens=8)
+        base = Engine(model, DENSE, text.token_text, ops=CPU, max_length=len(ids) + 8, new_tokens=8)
         base.prefill(0, ids[:-32])
         for name, cfg in configs.items():
             engine, tally = base.fork(cfg), Tally()
@@ -103,7 +106,11 @@ def test_pass_keys(smollm2):
 
 @pytest.mark.parametrize(
     "kind, i, n_select, temperature",
-    [("continuation", 15, 64, 0.0), ("list", 22, 256, 0.8), ("chat", 14, 64, 0.8)],
+    [
+        pytest.param("continuation", 15, 64, 0.0),
+        pytest.param("list", 22, 256, 0.8, marks=pytest.mark.slow),
+        pytest.param("chat", 14, 64, 0.8, marks=pytest.mark.slow),
+    ],
 )
 def test_exact_mode_gives_dense_decodings_tokens(smollm2, kind, i, n_select, temperature):
     """Greedy and sampled, of prompts that `exactness.py` runs at full length, 40 of them."""
@@ -114,7 +121,7 @@ def test_exact_mode_gives_dense_decodings_tokens(smollm2, kind, i, n_select, tem
     cfg = SFIConfig(exact=True, n_select=n_select, n_recent=128, draft_cost=0.3)
     sampling = Sampling(temperature, seed=1)
     (dense, *_), (exact, tally, _) = [exactness.decoded(bench, c, new, sampling) for c in (DENSE, cfg)]
-    place = exactness.parted(model, text, ids, dense, exact, sampling)
+    place = exactness.parted(bench, ids, dense, exact, sampling)
     print(f"{tally.accepted} of {tally.drafted} drafts right, {tally.slow} passes; parts at {place}")
     assert place is None or place[1] < exactness.TIE
     assert len(exact) == new and tally.accepted > 15

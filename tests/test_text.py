@@ -8,7 +8,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from command.text import BREAK, Stream, Text
-from tests.conftest import SHARED, TEMPLATE, byte_tokenizer
+from tests.conftest import SHARED
+from tests.tiny import TEMPLATE, byte_tokenizer
 
 
 @pytest.fixture(scope="module")

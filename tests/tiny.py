@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from command.loading import load
 from memory import REFERENCE
@@ -68,6 +69,16 @@ def prompt(n, seed=0):
     return random.Random(seed).choices(range(97), k=n)
 
 
+# A chat template in the manner of published ones.
+TEMPLATE = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if not enable_thinking | default(true) %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+
+
 def make_checkpoint(
     folder,
     kind="qwen3",
@@ -94,6 +105,37 @@ def make_checkpoint(
             torch.nn.init.normal_(p, std=1.5 * p.shape[-1] ** -0.5)
     hf.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return transformers_model(folder, torch.float32)
+
+
+def byte_tokenizer():
+    """A token a byte, and two control tokens."""
+    tokenizer = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")]
+    )
+    return tokenizer
+
+
+def make_folder(folder):
+    """Write a random checkpoint with tokenizer and chat template, in the manner of published ones."""
+    folder = Path(folder)
+    make_checkpoint(folder, heads=6, kv_heads=2, vocab_size=258, max_position_embeddings=2000)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    settings = {"chat_template": TEMPLATE, "eos_token": {"content": "<|im_end|>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def tiny_model(folder):
+    """A tiny Qwen3 in fp32: L = 2, K = 3 (so that no step of the Selector is skipped), G = 5, D = 16."""
+    make_checkpoint(folder, heads=15, kv_heads=3, head_dim=16, num_hidden_layers=2)
+    return load_folder(folder)
 
 
 def transformers_model(folder, dtype):
