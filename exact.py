@@ -128,13 +128,21 @@ class Speculation:
         verifying = [b for b in slow if engine.rows[b].unverified]
         together = ["ended" if b in verifying else reason for b, reason in enumerate(reasons)]
         engine.passes.clear()
-        logits, row_steps = [None] * len(tokens), [engine.plan(b, "ended") for b in range(len(tokens))]
+        logits, did = [None] * len(tokens), [engine.plan(b, "ended") for b in range(len(tokens))]
         if set(together) != {"ended"}:
-            joint, row_steps = engine.feed(tokens, together)
+            joint, did = engine.feed(tokens, together)
             logits = list(joint[:, None])  # (1, V) a row
         for b in verifying:  # each in a pass of its own
-            logits[b], row_steps[b] = self.verify(b, reasons[b])
-        return self.settle(logits, row_steps)
+            logits[b], did[b] = self.verify(b, reasons[b])
+        certain, fed = [[] for _ in tokens], [None] * len(tokens)
+        for b, (picked, leads) in self.pick(logits, did).items():
+            if did[b].reason == "fast":
+                self.add_draft(b, leads[0])
+            elif did[b].drafted:
+                did[b] = did[b]._replace(accepted=self.roll_back(b, picked))
+            fed[b] = picked[did[b].accepted]
+            certain[b] = [] if did[b].reason == "fast" else picked[: did[b].accepted + 1]
+        return certain, did, fed
 
     def decide(self, b: int, token: int | None, left: int) -> str:
         """What the step that feeds row b a token is, as `Engine.decide`; a row also verifies where a further
@@ -145,13 +153,13 @@ class Speculation:
             return reason
         if not row.unverified:
             drafts.start_round()
-        enough = drafts.should_verify(token, row.armed, *self.costs(b))
-        if enough and not row.unverified and reason != "short":
+        doubt = drafts.should_verify(token, row.armed, *self.costs(b))
+        if doubt and not row.unverified and reason != "short":
             return "dense"
         if reason != "fast":
             return reason
         may_end = row.unverified + 1 >= left or (row.unverified and token in self.stop_ids)
-        return "doubt" if enough else "end" if may_end else "fast"
+        return "doubt" if doubt else "end" if may_end else "fast"
 
     def verify(self, b: int, reason: str):
         """The dense pass over what row b has fed since the last one: logits (m + 1, V), and what it did."""
@@ -160,27 +168,22 @@ class Speculation:
         engine.cut(b, engine.rows[b].length - m)  # what the fast steps cached, approximate keys and values
         return engine.dense_pass(b, fed, reason, n_logits=m + 1, drafted=m)
 
-    def settle(self, logits: list, row_steps: list):
-        """Draw every row's tokens, accept the drafts that agree, roll the others back; returns as `step`."""
-        live = [b for b, row_step in enumerate(row_steps) if row_step.reason != "ended"]
+    def pick(self, logits: list, did: list) -> dict:
+        """The tokens picked by each live row's pass, one for each token that it fed, with their leads."""
+        live = [b for b, row_step in enumerate(did) if row_step.reason != "ended"]
         length = lambda b: self.engine.rows[b].length
-        places = [(b, length(b) - i) for b in live for i in range(row_steps[b].drafted, -1, -1)]
-        drawn = iter(zip(*self.draw(torch.cat([logits[b] for b in live]), places), strict=True))
-        certain, fed = [[] for _ in row_steps], [None] * len(row_steps)
-        for b in live:
-            row, did = self.engine.rows[b], row_steps[b]
-            picked, leads = zip(*islice(drawn, did.drafted + 1), strict=True)
-            if did.reason == "fast":
-                row.unverified += 1
-                self.drafts[b].add(leads[0])
-            elif did.drafted:
-                did = row_steps[b] = did._replace(accepted=self.roll_back(b, picked))
-            fed[b] = picked[did.accepted]
-            certain[b] = [] if did.reason == "fast" else list(picked[: did.accepted + 1])
-        return certain, row_steps, fed
+        places = [(b, length(b) - i) for b in live for i in range(did[b].drafted, -1, -1)]
+        tokens, leads = map(iter, self.draw(torch.cat([logits[b] for b in live]), places))
+        some = lambda numbers, b: list(islice(numbers, did[b].drafted + 1))
+        return {b: (some(tokens, b), some(leads, b)) for b in live}
 
     def draw(self, logits, places):
         return draw(logits, places, self.sampling, leads=True)
+
+    def add_draft(self, b: int, lead: float):
+        """A fast step of row b has drafted a token, `lead` logits ahead of the second best."""
+        self.engine.rows[b].unverified += 1
+        self.drafts[b].add(lead)
 
     def roll_back(self, b: int, picked) -> int:
         """Cut row b back to the drafts with which the picked tokens agree; returns how many."""

@@ -143,8 +143,9 @@ class SlowFastCache(KVCache):
         return attention
 
     def refresh(self, rows: slice, layer: int, plans, recent_start, length, scores):
-        """Choose and copy the memory of a layer for those of the rows that are refreshed; recent_start,
-        length (B,) int64 and the scores of `attend` belong to the rows.
+        """Make the new memory of one layer, for those of the rows that get one.
+
+        recent_start, length (B,) int64 and the scores of `attend` belong to the rows.
         """
         K, V = self.k[layer, rows], self.v[layer, rows]
         slots = torch.empty((*K.shape[:2], 0), dtype=torch.int64, device=K.device)

@@ -237,7 +237,8 @@ class Engine:
         Returns logits (1, V) of the last token and the last pass's RowStep.  progress(n) is called after each
         chunk of n tokens.
         """
-        self.make_room(b, len(tokens))
+        self.check_room(b, len(tokens))
+        self.cut(b)
         chunk = max(chunk, 2 * self.cfg.n_evidence)  # then even the half of one holds all evidence queries
         pieces = -(-len(tokens) // chunk)
         for i in range(pieces):
@@ -265,13 +266,15 @@ class Engine:
 
     def step(self, tokens: list[int | None]):
         """Feed a token to every row (None: it has ended).  Returns logits (B, V) and what each row did."""
-        for b, token in enumerate(tokens):
-            if token is not None:
-                self.make_room(b, 1)
-                if self.cfg.policy == "never" and self.rows[b].memory == self.cache.cap:
-                    raise ValueError(
-                        f"row {b}'s memory is full; the engine was made for {self.new_tokens} new tokens"
-                    )
+        live = [b for b, token in enumerate(tokens) if token is not None]
+        for b in live:
+            self.check_room(b, 1)
+            if self.cfg.policy == "never" and self.rows[b].memory == self.cache.cap:
+                raise ValueError(
+                    f"row {b}'s memory is full; the engine was made for {self.new_tokens} new tokens"
+                )
+        for b in live:
+            self.cut(b)
         self.passes.clear()
         return self.feed(tokens, [self.decide(b, token) for b, token in enumerate(tokens)])
 
@@ -297,12 +300,13 @@ class Engine:
         places = [(b, row.length) for b, row in enumerate(self.rows)]
         return draw(logits, places, sampling)[0]
 
-    def cut(self, b: int, length: int):
-        """Forget the tokens of row b from position `length` on.
+    def cut(self, b: int, length: int | None = None):
+        """Forget the tokens of row b from position `length` on (None: those that no dense pass has verified).
 
         Its memory stays if they all lie in its recent window; else the next step is dense.
         """
         row = self.rows[b]
+        length = row.length - row.unverified if length is None else length
         if not 0 <= length <= row.length:
             raise ValueError(f"cannot cut row {b} to {length} tokens; it has {row.length}")
         removed = row.length - length
@@ -316,14 +320,13 @@ class Engine:
             self.cache.schedule.wait_for_all()
             self.cache.past[:, b, :, length:] = 0
 
-    def make_room(self, b: int, n: int):
-        """Forget what row b has drafted and not verified; ValueError unless it takes n more tokens."""
+    def check_room(self, b: int, n: int):
+        """ValueError unless row b takes n more tokens, one at least, after those that are verified."""
         row = self.rows[b]
         if n < 1:
             raise ValueError("no tokens to feed; give at least one")
         if (total := row.length - row.unverified + n) > self.max_length:
             raise ValueError(f"row {b} would have {total} tokens; the engine was made for {self.max_length}")
-        self.cut(b, row.length - row.unverified)
 
     def plan(self, b: int, reason: str) -> RowStep:
         """What row b reads and writes in a step of one token that is what `decide` says."""
@@ -422,7 +425,7 @@ def decode(
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens = {max_new_tokens}; allowed is 0 or more")
     for b, prompt in enumerate(prompts):
-        engine.make_room(b, len(prompt) + max(max_new_tokens - 1, 0))  # the last token is not fed
+        engine.check_room(b, len(prompt) + max(max_new_tokens - 1, 0))  # the last token is not fed
     filled = [engine.prefill(b, prompt, progress=progress) for b, prompt in enumerate(prompts)]
     if not max_new_tokens:
         return

@@ -36,7 +36,7 @@ def seconds(work, device: torch.device) -> float:
 def dense_step(engine: Engine, lengths: list[int]):
     """A dense step that reads the first lengths[b] tokens of row b and changes no row: to time it."""
     for b in range(len(engine.rows)):
-        engine.make_room(b, 1)
+        engine.check_room(b, 1)
     plans = [
         RowStep("dense", engine.cache.cap, n, row.length + 1)
         for n, row in zip(lengths, engine.rows, strict=True)

@@ -74,7 +74,7 @@ def parted(bench: Bench, ids: list[int], dense: list[int], exact: list[int], sam
     return at, -scores.topk(2).values.diff().item()
 
 
-def main(argv=None):
+def parser() -> Parser:
     p = Parser("study.exactness", "Exact mode's tokens against dense decoding's, on a real model.")
     add = p.add_argument
     add("--ckpt", default="smollm2", help="as for generate.py; trained weights")
@@ -85,6 +85,11 @@ def main(argv=None):
     add("--draft-cost", type=float, default=0.3, metavar="X", help="as for generate.py")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and cache")
     add("--out", type=Path, metavar="FILE.json", help="also write every decode's counts here")
+    return p
+
+
+def main(argv=None):
+    p = parser()
     args = p.parse_args(argv)
     try:
         if args.prompts < 1 or args.new < 2:

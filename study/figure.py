@@ -120,11 +120,11 @@ def draw(path: Path):
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def main(argv=None):
+def parser() -> Parser:
     p = Parser("study.figure", "Draw the picture of the method.")
     p.add_argument("--out", type=Path, required=True, metavar="FILE.svg", help="or FILE.png")
-    draw(p.parse_args(argv).out)
+    return p
 
 
 if __name__ == "__main__":
-    main()
+    draw(parser().parse_args().out)

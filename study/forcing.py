@@ -17,7 +17,7 @@ def force(engine: Engine, b: int, tokens: list[int]):
     if engine.cfg.exact:
         raise ValueError("force feeds given tokens, which exact mode would verify; use decode")
     row, waiting = engine.rows[b], []  # tokens and row steps that wait for their pass
-    engine.make_room(b, len(tokens))
+    engine.check_room(b, len(tokens))
 
     def passed():
         fed, row_steps = zip(*waiting, strict=True)

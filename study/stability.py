@@ -99,7 +99,7 @@ def draw(mean, path: Path):
     figure.savefig(path, dpi=130)
 
 
-def main(argv=None):
+def parser() -> Parser:
     p = Parser("study.stability", "Overlap of the top attention tokens over distance and sentence ends.")
     p.add_argument("--ckpt", default="smollm2", help="as for generate.py; trained weights")
     p.add_argument("--text", type=Path, metavar="FILE", help="a long text; none: the built-in one")
@@ -109,6 +109,11 @@ def main(argv=None):
     p.add_argument("--recent", type=int, default=64, metavar="N", help="last tokens left out")
     p.add_argument("--top", type=int, default=64, metavar="N", help="tokens a query's support has")
     p.add_argument("--out", type=Path, metavar="FILE", help="write FILE.json and FILE.png")
+    return p
+
+
+def main(argv=None):
+    p = parser()
     args = p.parse_args(argv)
     try:
         if min(args.samples, args.new - 1, args.top) < 1 or args.context < 4 + args.recent + args.top:

@@ -1,5 +1,6 @@
 """The command end to end on tiny checkpoints: output, counts, breaking off; the built-in text."""
 
+import importlib
 import io
 import json
 import re
@@ -136,16 +137,19 @@ def test_help_has_every_setting_and_three_examples(capsys):
     assert len(re.findall(r"^  python generate.py", out, re.M)) == 3 and code == 0
 
 
-def readme_commands():
-    """Arguments of every `python generate.py` line in the README's code blocks and in --help."""
-    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+def documented_commands():
+    """(module, arguments) of every command in the code blocks of README and CONTRIBUTING, and in --help."""
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")]
+    blocks = re.findall(r"^```\n(.*?)^```", "\n".join(texts), re.M | re.S)
     lines = "".join(blocks).replace("\\\n", " ") + generate.EXAMPLES
-    return re.findall(r"^ *python generate\.py(.*)$", lines, re.M)
+    quoted = re.findall(r"`python -m (study\.\w+) ([^`]*)`", " ".join("".join(texts).split()))
+    return [("generate", rest) for rest in re.findall(r"^ *python generate\.py(.*)$", lines, re.M)] + quoted
 
 
-@pytest.mark.parametrize("command", readme_commands())
-def test_documented_commands_are_understood(command):
-    generate.parser().parse_args(shlex.split(command, comments=True))
+@pytest.mark.parametrize("module, arguments", documented_commands())
+def test_documented_commands_are_understood(module, arguments):
+    parser = importlib.import_module(module).parser()
+    parser.parse_args(shlex.split(arguments.replace("...", "x"), comments=True))
 
 
 @pytest.mark.parametrize("redirect", ["| head -c 1", "> /dev/full"])
