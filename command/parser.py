@@ -1,4 +1,4 @@
-"""The argument parser of every command: defaults shown, errors in one line.
+"""The argument parser of every command: defaults shown, errors in one line, no flag given twice in vain.
 
 Used by `generate.py` and the measurements.
 """
@@ -7,15 +7,35 @@ import argparse
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that shows defaults, refuses abbreviations and reports errors in one line."""
+    """An argument parser that shows defaults, refuses abbreviations and reports errors in one line.
+
+    A flag that takes a list may be repeated, and all its values count; any other may be given once.
+    """
 
     def __init__(self, prog, description, epilog=None):
         super().__init__(
             prog, description=description, epilog=epilog, formatter_class=Help, allow_abbrev=False
         )
+        self.given = set()
+        self.register("action", None, Once)  # instead of "the last one wins"
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.given.clear()
+        return super().parse_known_args(args, namespace)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; see --help\n")
+
+
+class Once(argparse.Action):
+    """Stores the values of a flag: those of a list add up, a single value given again is an error."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        again = self.dest in parser.given
+        parser.given.add(self.dest)
+        if again and not isinstance(values, list):
+            raise argparse.ArgumentError(self, "given more than once; give it once")
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), *values] if again else values)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -66,6 +66,15 @@ def test_figure(tmp_path):
     assert (tmp_path / "bench.png").stat().st_size > 5000
 
 
+def test_lists_add_up_when_a_flag_is_repeated():
+    assert bench.parser().parse_args("--contexts 2048 --contexts 8192 9000".split()).contexts == [
+        2048,
+        8192,
+        9000,
+    ]
+    assert bench.parser().parse_args([]).batches == [1, 4]
+
+
 def test_too_small_a_benchmark_is_refused(capsys):
     for argv in (["--steps", "5"], ["--contexts", "500"], ["--batches", "0"]):
         try:

@@ -102,6 +102,9 @@ def test_several_prompts_are_one_batch(capsys, folder, prompt_file, tmp_path):
     last = both.splitlines(keepends=True)[-1]
     first, second = r["text"]
     assert both == f"==> {prompt_file} <==\n{first}\n\n==> {other} <==\n{second}\n\n{last}"
+    argv = ["--ckpt", folder, "--prompt", prompt_file, "--prompt", other, "--json", *FLAGS]
+    again, _, _ = run(capsys, *argv)  # a flag given twice once dropped its first value
+    assert json.loads(again.splitlines()[-1])["text"] == r["text"]
 
 
 def test_same_seed_same_text(capsys, folder, prompt_file):
