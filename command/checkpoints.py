@@ -25,6 +25,8 @@ TEXT_FILES = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
 ]
 WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]

@@ -17,7 +17,7 @@ from jinja2 import meta
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from command.config import read_json
@@ -25,6 +25,7 @@ from command.config import read_json
 # Stands inside a text where two neighbours must not become one token.  Unicode keeps this code point for such
 # use inside programs; in a text from outside it means nothing and is dropped.
 BREAK = "\ufdd0"
+SPECIAL = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # how tokenizers with byte fallback name a byte
 
 
@@ -38,12 +39,50 @@ class Text:
             raise ValueError(
                 f"cannot read {folder / 'tokenizer.json'} ({e}); fetch the checkpoint's tokenizer.json"
             ) from None
-        self.settings = read_json(folder / "tokenizer_config.json", {})
+        self.tokenizer.no_truncation()  # settings that some fine-tunes leave behind: nothing but the template
+        self.tokenizer.no_padding()  # may shorten or lengthen the user's text
+        named = read_json(folder / "special_tokens_map.json", {})
+        self.settings = named | read_json(folder / "tokenizer_config.json", {})
+        self._add_tokens(read_json(folder / "added_tokens.json", {}))
         self.generation_config = read_json(folder / "generation_config.json", {})
         self.stop_ids = self._stop_ids([read_json(folder / "config.json", {}), self.generation_config])
         self.control = self._control()
         self.template = self._template(folder / "chat_template.jinja")
         self.token_text = lru_cache(maxsize=None)(self._token_text)
+
+    def _add_tokens(self, legacy: dict):
+        """Tokens that the files beside tokenizer.json name and it lacks, as transformers adds them: those of
+        tokenizer_config.json's added_tokens_decoder, or else of added_tokens.json, each with its id; then
+        special tokens, in the order of SPECIAL.
+        """
+        known = self.tokenizer.get_added_tokens_decoder()
+        have = {repr(token) for token in known.values()}
+        special = [token for token in map(self._named, SPECIAL) if token]
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            extra = self.settings.get(key) or []
+            special += map(token_content, extra.values() if isinstance(extra, dict) else extra)
+        listed = self.settings.get("added_tokens_decoder")
+        if listed is None:
+            listed = {i: {"content": text, "special": text in special} for text, i in legacy.items()}
+        try:
+            wanted = sorted((int(i), AddedToken(**token)) for i, token in listed.items())
+        except (TypeError, ValueError, AttributeError) as e:
+            reason = " ".join(str(e).split())
+            raise ValueError(
+                f"the added tokens of tokenizer_config.json cannot be read ({reason}); fetch the file again"
+            ) from None
+        for i, token in wanted:
+            if repr(token) in have:
+                continue
+            self.tokenizer.add_tokens([token])
+            if (got := self.tokenizer.token_to_id(token.content)) != i:
+                what = f"tokenizer_config.json gives {token.content!r} the id {i}, tokenizer.json {got}"
+                raise ValueError(f"{what}; fetch both")
+        known = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
+        new = [
+            AddedToken(text, special=True) for text in dict.fromkeys(special) if text and text not in known
+        ]
+        self.tokenizer.add_tokens(new)
 
     def _template(self, file: Path) -> str | None:
         """The chat template: a file of its own, or in tokenizer_config.json, there perhaps one of several."""
@@ -75,9 +114,7 @@ class Text:
 
     def _named(self, key: str) -> str | None:
         """A special token of tokenizer_config.json, which writes it as a string or as an object."""
-        token = self.settings.get(key)
-        token = token.get("content") if isinstance(token, dict) else token
-        return token if isinstance(token, str) else None
+        return token_content(self.settings.get(key))
 
     def _token_text(self, token: int) -> str:
         """Text of a token inside a text: some decoders strip the white space that a text begins with."""
@@ -148,6 +185,12 @@ class Text:
         if ignored:
             raise ValueError("the checkpoint's chat template has no place for a system text; drop --system")
         return made
+
+
+def token_content(token) -> str | None:
+    """The text of a token that a JSON file writes as a string or as an object."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:

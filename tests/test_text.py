@@ -222,3 +222,64 @@ def test_stream_joins_to_the_whole(text):
         pieces = [stream.push(i) for i in cut] + [stream.finish()]
         assert "".join(pieces) == tokenizer.decode(cut) == stream.text
         assert "".join(pieces[:-1]).count("\ufffd") <= text.count("\ufffd"), "half a character was shown"
+
+
+def folder_with(folder, tokens, config=None, special=None, added=None, cut=False):
+    """The folder with other tokenizer files: tokenizer.json knows only `tokens` besides the bytes."""
+    tokenizer = byte_tokenizer(tokens)
+    if cut:
+        tokenizer.enable_truncation(max_length=6)
+        tokenizer.enable_padding(length=40)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    files = {"tokenizer_config": config, "special_tokens_map": special, "added_tokens": added}
+    for name, content in files.items():
+        (folder / f"{name}.json").unlink(missing_ok=True)
+        if content is not None:
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+END = {"content": "<|im_end|>", "special": True, "lstrip": False, "rstrip": False, "normalized": False}
+TOOL = {"content": "<tool>", "special": False, "lstrip": False, "rstrip": True, "normalized": False}
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+@pytest.mark.parametrize(
+    "config, special, added",
+    [
+        (FAST | {"added_tokens_decoder": {"257": END, "258": TOOL}, "eos_token": "<|im_end|>"}, None, None),
+        (FAST, {"eos_token": END}, None),
+        (FAST, {"eos_token": "<|im_end|>", "additional_special_tokens": ["<x>", "<y>"]}, None),
+        (FAST | {"eos_token": "<|im_end|>"}, None, {"<|im_end|>": 257, "<tool>": 258}),
+        (FAST | {"eos_token": END | {"__type": "AddedToken"}, "pad_token": "<|im_start|>"}, None, None),
+    ],
+    ids=["added_tokens_decoder", "special_tokens_map", "additional", "added_tokens.json", "tokenizer_config"],
+)
+def test_tokens_known_to_other_files_alone_equal_transformers(damaged, config, special, added):
+    """They were once spelt in letters, and an end token named only there did not end the text."""
+    folder = folder_with(damaged[0], ["<|im_start|>"], config, special, added)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    theirs, text = transformers.AutoTokenizer.from_pretrained(folder), Text(folder)
+    written = "a <tool>  b<|im_end|> <x><|im_start|>c"
+    assert text.encode(written) == theirs(written, truncation=False, add_special_tokens=False)["input_ids"]
+    assert text.stop_ids == {theirs.eos_token_id} == {257}
+
+
+def test_a_tokenizer_does_not_cut_or_pad_the_text(damaged):
+    """Fine-tunes ship `truncation` and `padding` in tokenizer.json: a prompt of 619 tokens became 512."""
+    text = Text(folder_with(damaged[0], ["<|im_start|>", "<|im_end|>"], cut=True))
+    assert (
+        len(text.encode("a text of 25 characters.."))
+        == 25
+        == len(text.encode("a text of 25 characters..", special=True))
+    )
+
+
+def test_added_tokens_that_do_not_fit_are_named(damaged):
+    folder = folder_with(damaged[0], ["<|im_start|>"], {"added_tokens_decoder": {"300": END}})
+    with pytest.raises(ValueError, match="gives '<|im_end|>' the id 300, tokenizer.json 257; fetch both"):
+        Text(folder)
+    for wrong in ({"257": {"content": 3}}, {"x": END}, [1], {"257": "<|im_end|>"}):
+        folder_with(folder, ["<|im_start|>"], {"added_tokens_decoder": wrong})
+        with pytest.raises(ValueError, match="added tokens of tokenizer_config.json cannot be read"):
+            Text(folder)

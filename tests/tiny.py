@@ -107,8 +107,8 @@ def make_checkpoint(
     return transformers_model(folder, torch.float32)
 
 
-def byte_tokenizer():
-    """A token a byte, and two control tokens."""
+def byte_tokenizer(special=("<|im_start|>", "<|im_end|>")):
+    """A token a byte, and control tokens."""
     tokenizer = Tokenizer(
         models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
     )
@@ -116,9 +116,7 @@ def byte_tokenizer():
         pre_tokenizers.ByteLevel(add_prefix_space=False),
         decoders.ByteLevel(),
     )
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")]
-    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     return tokenizer
 
 
