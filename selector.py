@@ -1,8 +1,8 @@
 """The Selector: which cached tokens the next fast steps may read.
 
 A slow step's attention scores are the evidence; each KV head of each layer and row gets its own N positions.
-A selector gives every candidate a score, and the N best are selected.  There are two: `follow`, ours and the
-default, and `paper`, the Slow-Fast Inference paper's (arXiv 2603.12038); `SELECTORS` at the end lists them.
+A selector gives every candidate a score, and the N best are selected: `follow`, ours and the default, or
+`paper`, the Slow-Fast Inference paper's (arXiv 2603.12038).  `SELECTORS` at the end lists them.
 Letters: see `model.py`; M is the number of candidates, the positions n_sink .. n_sink + M - 1.  Read next:
 `memory.py`.
 """

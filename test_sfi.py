@@ -24,6 +24,7 @@ from cpu import CPU
 from memory import REFERENCE
 from model import NotFinite
 from sampling import GREEDY, Sampling
+from selector import SELECTORS
 from sfi import Engine, SFIConfig, advance, decode
 from tests.naive import CONFIGS, Naive
 from tests.tiny import (
@@ -184,7 +185,7 @@ def test_evidence_is_the_true_attention_of_the_last_queries(tiny):
             torch.testing.assert_close(rows.softmax(-1), want.softmax(-1), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("selector", ["follow", "paper"])
+@pytest.mark.parametrize("selector", SELECTORS)
 def test_selected_are_candidates_each_once_in_order(tiny, selector):
     """Neither sinks nor the recent window, which the memory shows anyway; each KV head chooses for itself."""
     seen = []

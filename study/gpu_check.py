@@ -21,6 +21,7 @@ from command.config import model_config
 from command.machine import cache_bytes, check_memory
 from command.timing import seconds
 from memory import REFERENCE
+from selector_kernels import KERNELS
 from sfi import Engine, SFIConfig
 from study.steps import QWEN3_06B, machine, measure, random_model
 
@@ -109,7 +110,7 @@ def check_kernels(device, sizes: Sizes) -> list[dict]:
     recent_start, length = torch.tensor(
         [[n - n // 512, -1, n // 2], [n, n, n // 2 + n // 400]], device=device
     )
-    for name in ("follow", "paper"):
+    for name in KERNELS:
         cfg = SFIConfig(selector=name, n_select=min(1536, n // 8))
         scores = 3 * torch.randn(3, h, 2, n, device=device)
         key_norm, past = torch.rand(2, 3, h, n, device=device) + 0.1
@@ -160,7 +161,7 @@ def check_decodes(device, sizes: Sizes) -> list[dict]:
     if cuda:
         variants["no overlap"] = kernels.triton_ops(cuda, overlap=False)
         variants["no graphs"] = kernels.triton_ops(cuda, graphs=False)
-    for name in ("follow", "paper"):
+    for name in KERNELS:
         budget = dict(n_select=sizes.n_select, n_recent=sizes.n_recent, n_evidence=min(16, sizes.n_recent))
         cfg = SFIConfig(**budget, max_interval=24, min_gap=4, selector=name)
         start = lambda ops, cfg=cfg: Engine(lm, cfg, lambda i: texts[i % len(texts)], ops=ops, **size)

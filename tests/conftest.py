@@ -16,7 +16,7 @@ import pytest
 import generate
 from command import checkpoints
 from command.text import Text
-from tests.tiny import load_folder, make_folder, tiny_model
+from tests.tiny import load_folder, make_checkpoint, make_folder, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -44,6 +44,14 @@ def shell_line(*argv):
 def tiny(tmp_path_factory):
     """A tiny Qwen3 in fp32: L = 2, K = 3 (so that no step of the Selector is skipped), G = 5, D = 16."""
     return tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """As `tiny`, with G = 2: the interpreter takes its time."""
+    folder = tmp_path_factory.mktemp("small")
+    make_checkpoint(folder, heads=6, kv_heads=3, head_dim=16, num_hidden_layers=2)
+    return load_folder(folder)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,11 @@
 """Every backend against the reference: each operation on its own, then whole decodes.
 
-A new backend is one more entry in `BACKENDS` below.  The Triton kernels run on a GPU where there is one, else
-in Triton's interpreter, in fp32, because its bfloat16 is not exact.
+A new backend is one more entry in `BACKENDS` below; all tests that take `backend` then hold it.  The Triton
+kernels run on a GPU where there is one, else in Triton's interpreter, in fp32, because its bfloat16 is not
+exact.
 """
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -31,7 +33,9 @@ def backend(request):
     if request.param == "triton":
         pytest.importorskip("triton", reason="Triton is not installed")
     device = BACKENDS[request.param]
-    return choose_backend(request.param, torch.device(device), SFIConfig()), device
+    ops = choose_backend(request.param, torch.device(device), SFIConfig())
+    assert ops.name == request.param
+    return ops, device
 
 
 def caches(B, n_kv, slots, D, spans, dtype=torch.float32):
@@ -157,23 +161,27 @@ SHAPES = [("follow", 1, 290, 60), ("follow", 19, 130, 50), ("paper", 1, 130, 50)
     [(choice, 2, 300, 7) for choice in CHOICES] + [(dict(selector=name), *shape) for name, *shape in SHAPES],
     ids=lambda c: "-".join(map(str, c.values())) or "default" if isinstance(c, dict) else str(c),
 )
-def test_select(choice, R, width, n, monkeypatch):
-    """Rows with their own candidates, in two blocks, one row left alone.  Sets may differ only where scores
-    are as good as equal.  (Only the kernels select otherwise than the reference.)
+def test_select(backend, choice, R, width, n, monkeypatch):
+    """Rows with their own candidates, in two blocks of the kernels, one row left alone.  Sets may differ only
+    where scores are as good as equal.
     """
-    kernels = pytest.importorskip("kernels", reason="Triton is not installed", exc_type=ImportError)
-    monkeypatch.setattr("selector_kernels.CHUNK", 256)
+    (ops, device), cfg = backend, SFIConfig(n_sink=3, **choice)
+    if ops.name == "triton":
+        import selector_kernels
+
+        if reason := selector_kernels.unsupported(cfg):
+            pytest.skip(reason)
+        monkeypatch.setattr(selector_kernels, "CHUNK", 256)
     torch.manual_seed(0)
-    cfg = SFIConfig(n_sink=3, **choice)
-    key_norm = torch.rand(3, 3, width + 9, device=GPU) + 0.5
-    scores = 3 * torch.randn(3, 3, R, width, device=GPU)
-    recent_start = torch.tensor([width - 8, -1, n + 33], device=GPU)
-    past = torch.rand(3, 3, width + 9, device=GPU)
+    key_norm = (torch.rand(3, 3, width + 9) + 0.5).to(device)
+    scores = 3 * torch.randn(3, 3, R, width).to(device)
+    recent_start = torch.tensor([width - 8, -1, n + 33], device=device)
+    past = torch.rand(3, 3, width + 9).to(device)
     past = torch.stack([past / past[..., 3:300].sum(-1, keepdim=True)] * 2)
     past[:, 2] = 0  # as before the first refresh
     slots = [
         select(scores, key_norm, remembered, recent_start, n, cfg)
-        for select, remembered in zip((selector.select, kernels.select), past, strict=True)
+        for select, remembered in zip((REFERENCE.select, ops.select), past, strict=True)
     ]
     equal(past[1], past[0], 1e-6)
     for b in (0, 2):
@@ -183,11 +191,21 @@ def test_select(choice, R, width, n, monkeypatch):
         assert missed <= 1, "more than one near-tie"
 
 
+def test_linear(backend):
+    torch.manual_seed(0)
+    ops, device = backend
+    weight, bias = torch.randn(60, 48).to(device), torch.randn(60).to(device)
+    for rows in (1, 2, 3, 5, 6, 16, 33):
+        x = torch.randn(rows, 1, 48).to(device)
+        equal(ops.linear(x, weight), REFERENCE.linear(x, weight))
+        equal(ops.linear(x, weight, bias), REFERENCE.linear(x, weight, bias))
+
+
 @pytest.mark.parametrize("has_bf16", [False, True])
 @pytest.mark.parametrize(
     "dtype, within", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 )
-def test_linear(dtype, within, has_bf16, monkeypatch):
+def test_linear_on_a_cpu(dtype, within, has_bf16, monkeypatch):
     """Every way that it takes: rows padded or not, the weight as it is or widened in two blocks, a processor
     with bf16 instructions or without (where several rows in bf16 were once an error).
     """
@@ -204,7 +222,25 @@ def test_linear(dtype, within, has_bf16, monkeypatch):
         torch.testing.assert_close(biased, want + bias.double(), atol=within, rtol=within)
 
 
+slow = lambda name: pytest.param(name, marks=pytest.mark.slow)
 EXACT = replace(SMALL, exact=True, draft_cost=0.0)
+
+
+@pytest.mark.parametrize("name", ["sentence-follow", slow("sentence-paper"), "window", slow("exact")])
+def test_whole_decode(backend, small, name):
+    """Unequal rows, mixed steps: tokens and reasons of the reference."""
+    cfg = replace((CONFIGS | {"exact": EXACT})[name], n_select=5, n_recent=5, min_gap=1, max_interval=3)
+    (ops, device), prompts = backend, [prompt(12), prompt(16, 1)]
+    model = copy.deepcopy(small).to(device)
+    (want, steps, _), (got, others, _) = (
+        decoded(model, cfg, prompts, 9, ops=some) for some in (REFERENCE, ops)
+    )
+    assert got == want and [s.rows for s in others] == [s.rows for s in steps]
+    reasons = [[did.reason for did in s.rows] for s in steps]
+    if name != "window":
+        assert any("fast" in some and len(set(some)) == 2 for some in reasons[2:6]), "no mixed step"
+    if name == "exact":
+        assert any(len(tokens) > 1 for s in steps for tokens in s.tokens), "nothing was accepted"
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, "exact", "exact, long drafts"])
