@@ -30,9 +30,26 @@ def read_prompt(name: str) -> str:
         raise ValueError(
             f"--prompt {name}: byte {e.start} is not UTF-8; allowed is UTF-8 text: convert the file"
         ) from None
+    if "\0" in text:
+        at = data.index(b"\0")
+        raise ValueError(
+            f"--prompt {name}: byte {at} is NUL, {looks_like(data)}; allowed is UTF-8 text: convert the file"
+        )
     if not text.strip():
         raise ValueError(f"--prompt {name}: the text is empty; give a file with at least one word")
     return text
+
+
+def looks_like(data: bytes) -> str:
+    """What a file with NUL bytes seems to be, by where they stand."""
+    share = lambda part: part.count(0) / max(len(part), 1)
+    places = [share(data[i:4000:4]) for i in range(4)]
+    if min(places[2:]) > 0.9 or min(places[:2]) > 0.9:
+        return "as in UTF-32"
+    even, odd = share(data[0:4000:2]), share(data[1:4000:2])
+    if max(even, odd) > 0.3 and min(even, odd) < 0.1:
+        return "as in UTF-16 without a byte order mark"
+    return "as in a file that is no text"
 
 
 def read_prompts(args) -> list[str]:

@@ -166,15 +166,12 @@ class Text:
         facts |= dict(add_generation_prompt=True, tools=None, documents=None)
         if not thinking:
             facts["enable_thinking"] = False
-        message = lambda role, text: {"role": role, "content": self.quote(text)}
-        messages = [] if system is None else [message("system", system)]
-        messages.append(message("user", content))
         try:
             env = template_environment()
             known = meta.find_undeclared_variables(env.parse(self.template))
-            render = env.from_string(self.template).render
-            made = render(messages=messages, **facts)
-            ignored = system is not None and made == render(messages=messages[1:], **facts)
+            template = env.from_string(self.template)
+            made = self._render(template, content, system, facts)
+            ignored = system is not None and made == self._render(template, content, None, facts)
         except Exception as e:  # a template is a program, and fails like one
             reason = " ".join(str(e).split())
             raise ValueError(
@@ -185,6 +182,33 @@ class Text:
         if ignored:
             raise ValueError("the checkpoint's chat template has no place for a system text; drop --system")
         return made
+
+    def _render(self, template, content: str, system: str | None, facts: dict) -> str:
+        """What the template makes of the messages, the user's text among it.
+
+        Most templates want a message's content as a string; some want a list of parts, and fail or lose a
+        string.
+        """
+        problem = None
+        for form in (lambda text: text, lambda text: [{"type": "text", "text": text}]):
+            message = lambda role, text, form=form: {"role": role, "content": form(self.quote(text))}
+            messages = [] if system is None else [message("system", system)]
+            messages.append(message("user", content))
+            try:
+                made = template.render(messages=messages, **facts)
+                if holds(made, self.quote(content)) and "{'type':" not in made:  # a list, written out
+                    return made
+                problem = problem or TemplateError("it leaves the text out")
+            except Exception as e:
+                problem = problem or e
+        raise problem
+
+
+def holds(made: str, text: str) -> bool:
+    """Whether a text stands in what a template made of it, white space and letters' case aside."""
+    plain = lambda s: "".join(s.casefold().split())
+    escaped = json.dumps(text, ensure_ascii=False)[1:-1]
+    return plain(text) in plain(made) or plain(escaped) in plain(made)
 
 
 def token_content(token) -> str | None:
