@@ -115,12 +115,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 class NotFinite(ValueError):
-    """Attention scores or logits hold a NaN or an infinity."""
+    """Attention scores or logits hold a NaN or an infinity, or nothing at all: they are all equal."""
 
     advice = "try dtype float32 where it is another, or fetch the checkpoint again"
 
     def __init__(self, what: str):
-        super().__init__(f"the {what} are not finite; {self.advice}")
+        super().__init__(f"the {what} are not finite, or all equal; {self.advice}")
 
 
 class Linear(nn.Linear):

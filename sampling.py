@@ -87,15 +87,21 @@ def noisy(logits, places: list[tuple[int, int]], s: Sampling) -> torch.Tensor:
     return summed if all_kept else summed.masked_fill(~kept(logits, s), -torch.inf)
 
 
+def sound(logits) -> torch.Tensor:
+    """Whether logits (n, V) can be a model's, () bool: finite, not all equal, and within reason."""
+    spread = logits.amax(-1) - logits.amin(-1)
+    return ((spread > 0) & (spread < 1e6)).all()
+
+
 def draw(logits, places: list[tuple[int, int]], s: Sampling, leads=False) -> tuple[list[int], list[float]]:
     """The tokens drawn from logits (n, V), each for its (row, position), and, if asked for, by how many
     logits, noise included, each was ahead of the second best.  The host reads the device once.
     """
     scores = noisy(logits, places, s)
-    read = [logits.isfinite().all()[None], scores.argmax(-1)]
+    read = [sound(logits)[None], scores.argmax(-1)]
     if leads:
         read.append(scores.topk(2).values.diff().neg()[:, 0])
-    finite, *numbers = torch.cat(read).tolist()
-    if not finite:
+    is_sound, *numbers = torch.cat(read).tolist()
+    if not is_sound:
         raise NotFinite("logits")
     return [int(token) for token in numbers[: len(places)]], numbers[len(places) :]

@@ -22,7 +22,7 @@ import torch
 from exact import Speculation
 from memory import REFERENCE, SlowFastCache
 from model import NotFinite
-from sampling import GREEDY, draw
+from sampling import GREEDY, draw, sound
 from selector import FUSIONS, SELECTORS
 
 POLICIES = ("sentence", "fixed", "never", "window", "dense")
@@ -245,7 +245,7 @@ class Engine:
             piece = tokens[i * len(tokens) // pieces : (i + 1) * len(tokens) // pieces]
             self.passes.clear()
             logits, row_step = self.dense_pass(b, piece, "prefill", refresh=i == pieces - 1)
-            if not logits.isfinite().all():
+            if not sound(logits):
                 raise NotFinite("logits")
             progress(len(piece))
         self.rows[b].armed = "no"
@@ -295,7 +295,7 @@ class Engine:
     def pick(self, logits, sampling=GREEDY) -> list[int]:
         """The next token of every row, from the logits (B, V) of the last step: the one host read of a step.
 
-        NotFinite, a ValueError, if there is a NaN or an infinity among them.
+        NotFinite, a ValueError, if they are no numbers that a model gives.
         """
         places = [(b, row.length) for b, row in enumerate(self.rows)]
         return draw(logits, places, sampling)[0]

@@ -116,25 +116,29 @@ def check_lengths(model: ModelConfig, prompt_tokens: list[int], max_new_tokens: 
 
 
 def where_not_finite(engine: Engine) -> str:
-    """What to say of an engine whose last step gave a NaN or an infinity: where it came up first, found by
+    """What to say of an engine whose last step gave no usable numbers: where they came up first, found by
     running the step's passes again.
     """
     found, passed = [], []
 
     def look(block, inputs, out):
         passed.append(block)
+        where = f"layer {block.self_attn.layer} gives values"
         if not out.isfinite().all():
-            found.append(f"layer {block.self_attn.layer}")
+            found.append(f"{where} that are not finite")
+        elif (largest := out.abs().max().item()) > 1e18:  # whose squares, in the next norm, are infinite
+            found.append(f"{where} up to {largest:.0e}, too large to be squared")
 
     hooks = [block.register_forward_hook(look) for block in engine.model.model["layers"]]
     try:
         for each in engine.passes:
             passed.clear()
-            engine.forward(*each)
-        found.append("the output head")
+            logits = engine.forward(*each)
+        what = "values that are not finite" if not logits.isfinite().all() else "logits that say nothing"
+        found.append(f"the output head gives {what}")
     except NotFinite:
-        found.append(f"the attention of layer {len(passed)}")
+        found.append(f"the attention of layer {len(passed)} gives values that are not finite")
     for hook in hooks:
         hook.remove()
     dtype = str(engine.model.dtype).removeprefix("torch.")
-    return f"{found[0]} gives values that are not finite, in {dtype}; {NotFinite.advice}"
+    return f"{found[0]}, in {dtype}; {NotFinite.advice}"

@@ -16,25 +16,43 @@ from model import DTYPES, Model, ModelConfig, inverse_frequencies
 
 def shard_files(folder: Path) -> dict[Path, list[str]]:
     """The safetensors files of a checkpoint and the tensors promised in each ([] where there is no index)."""
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.exists():
-        if not (folder / "model.safetensors").is_file():
-            found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-            raise ValueError(
-                f"{folder} has no model.safetensors or index (found: {found}); convert it to safetensors"
-            )
-        return {folder / "model.safetensors": []}
+        if not single.is_file():
+            raise ValueError(without_weights(folder))
+        return {single: []}
     names, shards = read_json(index).get("weight_map"), {}
     if not isinstance(names, dict) or not all(isinstance(file, str) and file for file in names.values()):
         raise ValueError(f"{index} has no weight_map of tensor to file; fetch the checkpoint again")
     for name, file in names.items():
         shards.setdefault(folder / file, []).append(name)
-    for file in shards:
-        if not file.is_file():
-            raise ValueError(
-                f"{index.name} names {file.name}, which is not in {folder}; fetch the checkpoint again"
-            )
+    if single.exists() and single not in shards:
+        raise ValueError(
+            f"{folder} has two sets of weights, {single.name} and those of {index.name}; remove the older one"
+        )
+    if missing := sorted(file.name for file in shards if not file.is_file()):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(
+            f"{index.name} names {missing[0]}{more}, which is not in {folder}; {fetch_again(folder)}"
+        )
     return shards
+
+
+def without_weights(folder: Path) -> str:
+    """What to say of a folder that has no safetensors file and no index of such."""
+    names = sorted(path.name for path in folder.iterdir())
+    others = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"))]
+    advice = f"convert {others[0]} to safetensors" if others else fetch_again(folder)
+    shown = ", ".join((others or names)[:8]) or "nothing"
+    return f"{folder} has no model.safetensors or index (found: {shown}); {advice}"
+
+
+def fetch_again(folder: Path) -> str:
+    """How to get what a folder lacks: a snapshot in the hub's cache is completed by running again."""
+    if folder.parent.name == "snapshots":
+        repo = folder.parents[1].name.removeprefix("models--").replace("--", "/")
+        return f"the download of {repo} is not complete: run again with a network and without HF_HUB_OFFLINE"
+    return "fetch the checkpoint again"
 
 
 def read_tensors(folder: Path):

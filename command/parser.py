@@ -9,7 +9,8 @@ import argparse
 class Parser(argparse.ArgumentParser):
     """An argument parser that shows defaults, refuses abbreviations and reports errors in one line.
 
-    A flag that takes a list may be repeated, and all its values count; any other may be given once.
+    A flag that takes a list may be repeated, and all its values count; a text may be given once; of a number
+    or a choice the last counts, as usual.
     """
 
     def __init__(self, prog, description, epilog=None):
@@ -17,7 +18,7 @@ class Parser(argparse.ArgumentParser):
             prog, description=description, epilog=epilog, formatter_class=Help, allow_abbrev=False
         )
         self.given = set()
-        self.register("action", None, Once)  # instead of "the last one wins"
+        self.register("action", None, Store)  # instead of "the last one wins"
 
     def parse_known_args(self, args=None, namespace=None):
         self.given.clear()
@@ -27,15 +28,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; see --help\n")
 
 
-class Once(argparse.Action):
-    """Stores the values of a flag: those of a list add up, a single value given again is an error."""
+class Store(argparse.Action):
+    """Stores the value of a flag, or all of its values; a text is not silently replaced by another."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         again = self.dest in parser.given
         parser.given.add(self.dest)
-        if again and not isinstance(values, list):
+        if again and isinstance(values, list):
+            values = [*getattr(namespace, self.dest), *values]
+        elif again and self.type is None and self.choices is None:
             raise argparse.ArgumentError(self, "given more than once; give it once")
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest), *values] if again else values)
+        setattr(namespace, self.dest, values)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -3,9 +3,8 @@
 Read before: `sfi.py`; used by `eval.py`.
 """
 
-import torch
-
 from command.checks import where_not_finite
+from sampling import sound
 from sfi import Engine
 
 
@@ -25,7 +24,7 @@ def force(engine: Engine, b: int, tokens: list[int]):
         engine.passes.clear()
         plan = row_steps[-1]._replace(memory=row_steps[0].memory)
         logits = engine.run(b, [fed], [plan], n_logits=len(fed))[0]
-        if not torch.isfinite(logits).all():
+        if not sound(logits):
             raise ValueError(where_not_finite(engine))
         return logits, row_steps
 

@@ -346,7 +346,7 @@ def test_scores_that_are_not_finite_are_named(tiny):
     broken = copy.deepcopy(tiny)
     broken.model["layers"][0].self_attn.k_norm.weight.fill_(float("nan"))
     engine = Engine(broken, SMALL, token_text, max_length=60, new_tokens=5)
-    with pytest.raises(NotFinite, match="^the attention scores are not finite; try dtype float32"):
+    with pytest.raises(NotFinite, match="^the attention scores are not finite, or all equal; try"):
         engine.prefill(0, prompt(55))
     want = "the attention of layer 0 gives values that are not finite, in float32; try dtype"
     assert where_not_finite(engine).startswith(want)
@@ -370,7 +370,7 @@ def test_logits_that_are_not_finite_are_an_error_not_token_0(tiny, part, where, 
     part(broken.model)[3] = float(value)
     want = f"{where} gives values that are not finite, in bfloat16; try dtype"
     for feed in (lambda: engine.pick(engine.step([5])[0]), lambda: engine.prefill(0, prompt(7))):
-        with pytest.raises(NotFinite, match="^the logits are not finite; try dtype"):
+        with pytest.raises(NotFinite, match="^the logits are not finite, or all equal; try dtype"):
             feed()
         assert where_not_finite(engine).startswith(want)
     with pytest.raises(ValueError, match=f"^{want}"):
@@ -378,6 +378,26 @@ def test_logits_that_are_not_finite_are_an_error_not_token_0(tiny, part, where, 
     other = Engine(broken, SMALL, token_text, max_length=9, new_tokens=2)
     with pytest.raises(NotFinite):
         list(decode(other, [[1, 2]], max_new_tokens=2))
+
+
+@pytest.mark.parametrize(
+    "damage, where",
+    [
+        (lambda m: m["layers"][1].mlp.down_proj.weight.mul_(1e30), "layer 1 gives values up to "),
+        (lambda m: m["norm"].weight.zero_(), "the output head gives logits that say nothing, in float32"),
+    ],
+)
+def test_logits_that_are_all_equal_are_an_error_not_token_0(tiny, damage, where):
+    """One projection times 1e30 makes every logit exactly 0, and the answer was "!!!", token 0."""
+    broken = copy.deepcopy(tiny)
+    engine = Engine(broken, replace(SMALL, policy="dense"), token_text, max_length=60, new_tokens=5)
+    engine.prefill(0, prompt(20))
+    damage(broken.model)
+    with pytest.raises(NotFinite):
+        engine.pick(engine.step([5])[0])
+    assert where_not_finite(engine).startswith(where)
+    with pytest.raises(NotFinite):
+        engine.prefill(0, prompt(7))
 
 
 def test_a_dense_step_for_timing_changes_no_row(tiny):

@@ -70,7 +70,7 @@ BAD_INPUTS = [  # CKPT is the tiny checkpoint, DIR/ a folder with FILES
     ("--prompt - -", "- more than once"),
     ("--prompt - --prompt -", "- more than once"),
     ("--question a --question b", "argument --question: given more than once; give it once"),
-    ("--n-select 5 --n-select 6", "argument --n-select: given more than once; give it once"),
+    ("--ckpt a --ckpt b", "argument --ckpt: given more than once; give it once"),
     ("--prompt DIR/ok.txt --question=", "--question is empty"),
     ("--prompt DIR/ok.txt --system=", "--system is empty"),
     ("--prompt DIR/ok.txt --system x --raw", "--system with --raw; it belongs to the chat template"),

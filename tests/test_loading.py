@@ -184,3 +184,30 @@ def test_old_llama_rotary_buffers_are_accepted(tmp_path):
         tmp_path / "model.safetensors",
     )
     load_folder(tmp_path)
+
+
+def test_two_sets_of_weights_are_named(tmp_path):
+    """A complete model.safetensors beside an index with old shards."""
+    make_checkpoint(tmp_path, max_shard_size="20KB")
+    save_file({"model.norm.weight": torch.zeros(40)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="two sets of weights, model.safetensors and those of .*older"):
+        load_folder(tmp_path)
+
+
+def test_a_half_fetched_checkpoint_says_what_is_missing(tmp_path):
+    """In the hub's cache, after an interrupted fetch; the advice was to convert it to safetensors."""
+    snapshot = tmp_path / "models--Qwen--Qwen3-4B" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    make_checkpoint(snapshot, max_shard_size="20KB")
+    for file in sorted(snapshot.glob("model-*.safetensors"))[1:]:
+        file.unlink()
+    again = "the download of Qwen/Qwen3-4B is not complete: run again with a network"
+    with pytest.raises(ValueError, match=f"names model-00002-of-.* and .* more, which is not in .*; {again}"):
+        load_folder(snapshot)
+    for file in snapshot.glob("model*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=f"has no model.safetensors or index .*; {again}"):
+        load_folder(snapshot)
+    (snapshot / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match="found: pytorch_model.bin.*; convert pytorch_model.bin to safe"):
+        load_folder(snapshot)
