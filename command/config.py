@@ -14,6 +14,67 @@ from model import ModelConfig, RopeConfig
 from sampling import GREEDY, Sampling
 
 MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
+SUPPORTED = {  # what changes the computation in other models -> the values that change nothing
+    # activations and norms
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("silu", "swish"),
+    "qk_layernorm": (False,),
+    "clip_qkv": (),
+    # positions, and what a token attends to
+    "partial_rotary_factor": (1,),
+    "rotary_pct": (1,),
+    "rope_interleave": (False,),
+    "no_rope_layers": ([],),
+    "no_rope_layer_interval": (0,),
+    "alibi": (False,),
+    "use_sliding_window": (False,),
+    "attention_chunk_size": (),
+    "parallel_attn": (False,),
+    # scales and caps
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "attention_multiplier": (),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "scale_depth": (),
+    # the routing of experts
+    "n_group": (1,),
+    "topk_group": (1,),
+    "routed_scaling_factor": (1,),
+    "scoring_func": ("softmax",),
+    "n_shared_experts": (0,),
+    "num_shared_experts": (0,),
+    "shared_expert_intermediate_size": (0,),
+    "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
+}
+LARGEST = {"num_hidden_layers": 1000, "num_experts": 10_000}  # a mistake, not a model; each costs time
+IGNORED = {  # settings of generation_config.json that are not applied -> the value that asks for nothing
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+    "penalty_alpha": None,
+    "guidance_scale": 1.0,
+    "num_beams": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+}
 
 
 def read_json(path: Path, default=None) -> dict:
@@ -47,20 +108,27 @@ def model_config(c: dict) -> ModelConfig:
         return c[key]
 
     def whole(key):
-        if type(need(key)) is not int or c[key] < 1:
-            refuse(key, "a whole number, 1 or more")
+        most = LARGEST.get(key, 2**53)
+        if type(need(key)) is not int or not 1 <= c[key] <= most:
+            refuse(key, f"a whole number, 1 to {most:,}" if key in LARGEST else "a whole number, 1 or more")
         return c[key]
+
+    def flag(key):
+        if not isinstance(c.get(key), bool | None):
+            refuse(key, "true or false")
+        return bool(c.get(key))
 
     kind = need("model_type")
     if kind not in MODEL_TYPES:
         refuse("model_type", "/".join(MODEL_TYPES) + ": choose such a checkpoint")
     if c.get("quantization_config"):
         refuse("quantization_config", "none: choose an unquantized checkpoint (bf16, fp16 or fp32)")
-    if c.get("use_sliding_window") or "sliding_attention" in (c.get("layer_types") or ()):
-        key = "use_sliding_window" if c.get("use_sliding_window") else "layer_types"
-        refuse(key, "full attention in every layer: sliding-window attention is not computed here")
-    if c.get("hidden_act", "silu") != "silu":
-        refuse("hidden_act", "silu")
+    for key, neutral in SUPPORTED.items():
+        if c.get(key) is not None and c[key] not in neutral:
+            refuse(key, " or ".join(map(json.dumps, neutral)) or "none: what it changes is not computed here")
+    layers = c.get("layer_types")
+    if layers is not None and (not isinstance(layers, list) or any(x != "full_attention" for x in layers)):
+        refuse("layer_types", "full attention in every layer")
     heads = whole("num_attention_heads")
     kv_heads = heads if c.get("num_key_value_heads") is None else whole("num_key_value_heads")
     if heads % kv_heads:
@@ -72,20 +140,24 @@ def model_config(c: dict) -> ModelConfig:
     if kind == "qwen3_moe":
         c = {"num_experts": c.get("num_local_experts")} | c  # newer transformers' spelling
         keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-        moe = {key: whole(key) for key in keys} | {"norm_topk_prob": bool(c.get("norm_topk_prob", False))}
+        moe = {key: whole(key) for key in keys} | {"norm_topk_prob": flag("norm_topk_prob")}
         if moe["num_experts_per_tok"] > moe["num_experts"]:
             refuse("num_experts_per_tok", f"at most num_experts = {moe['num_experts']}")
-        moe |= {"decoder_sparse_step": c.get("decoder_sparse_step", 1)}
-        moe |= {"mlp_only_layers": tuple(c.get("mlp_only_layers") or ())}
+        if c.get("decoder_sparse_step") is not None:
+            moe["decoder_sparse_step"] = whole("decoder_sparse_step")
+        dense = c.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or any(type(i) is not int for i in dense):
+            refuse("mlp_only_layers", "a list of layer numbers")
+        moe["mlp_only_layers"] = tuple(dense)
     return ModelConfig(
         model_type=kind,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rope=rope_config(c),
-        tie_word_embeddings=bool(c.get("tie_word_embeddings", False)),
-        attention_bias=bool(c.get("attention_bias", False)),
-        mlp_bias=bool(c.get("mlp_bias", False)),
+        tie_word_embeddings=flag("tie_word_embeddings"),
+        attention_bias=flag("attention_bias"),
+        mlp_bias=flag("mlp_bias"),
         dtype=str(c.get("dtype") or c.get("torch_dtype") or "float32"),
         rms_norm_eps=positive(c, "rms_norm_eps"),
         **{key: whole(key) for key in ("vocab_size", "hidden_size", "intermediate_size")},
@@ -95,12 +167,18 @@ def model_config(c: dict) -> ModelConfig:
 
 
 def rope_config(c: dict) -> RopeConfig:
-    """RoPE facts, from `rope_theta` + `rope_scaling` or from `rope_parameters` (newer transformers)."""
+    """RoPE facts, from `rope_theta` + `rope_scaling` or from `rope_parameters` (newer transformers), which
+    may hold an object for each kind of layer.
+    """
     r = {}
     for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(c.get(key) or {}, dict):
-            raise ValueError(f"config.json has {key} = {json.dumps(c[key])}; allowed is an object, or null")
-        r |= c.get(key) or {}
+        found = c.get(key) or {}
+        if isinstance(found, dict) and isinstance(found.get("full_attention"), dict):
+            found = found["full_attention"]
+        if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
+            allowed = "an object of numbers and names, one such for full_attention, or null"
+            raise ValueError(f"config.json has {key} = {json.dumps(c[key])}; allowed is {allowed}")
+        r |= found
     if r.get("rope_theta", c.get("rope_theta")) is None:
         raise ValueError(
             "config.json has no rope_theta, at the top or under rope_parameters; add the model's own"
@@ -110,8 +188,12 @@ def rope_config(c: dict) -> RopeConfig:
         raise ValueError(f"config.json has rope_theta = {theta}; allowed is a number above 1")
     if kind not in ("default", "yarn"):
         raise ValueError(f"config.json has rope type {kind!r}; this loader supports 'default' and 'yarn'")
-    if c.get("partial_rotary_factor", r.get("partial_rotary_factor", 1.0)) != 1.0:
+    if r.get("partial_rotary_factor") not in (None, 1):
         raise ValueError("config.json has a partial_rotary_factor; this loader rotates whole heads only")
+    if not isinstance(r.get("truncate", True), bool):
+        raise ValueError(
+            f"config.json has truncate = {json.dumps(r['truncate'])}; allowed are true and false"
+        )
     if kind == "default":
         return RopeConfig(theta)
     given = {
@@ -190,3 +272,10 @@ def sampling_settings(generation_config: dict, **given) -> Sampling:
             what = f"{name} = {given[name]} at temperature 0, which is greedy"
             raise ValueError(f"{what}; give a temperature above 0")
     return made
+
+
+def not_applied(generation_config: dict) -> str | None:
+    """What to say of settings of generation_config.json that would change the text and are not applied."""
+    found = {key: generation_config.get(key) for key in IGNORED}
+    asked = [f"{key} = {json.dumps(x)}" for key, x in found.items() if x not in (None, IGNORED[key])]
+    return f"generation_config.json asks for {', '.join(asked)}, not applied here" if asked else None

@@ -7,6 +7,7 @@ Each function raises ValueError with one line: what was got, what is allowed, wh
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 import torch
@@ -93,10 +94,82 @@ def check_memory(weights: int, cache: int, device: torch.device):
     """ValueError if so many bytes of weights and cache do not fit."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what torch keeps for later is free too
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+        free, where = torch.cuda.mem_get_info(device)[0], "GPU"
+    else:
+        free, where = psutil.virtual_memory().available, "machine"
+        limit = container_memory()
+        if limit is not None and limit < free:
+            free, where = limit, "container"
     if weights + cache > free:
         parts = f"{weights / 1e9:.1f} weights + {cache / 1e9:.1f} cache"
         raise ValueError(
-            f"needs {(weights + cache) / 1e9:.1f} GB ({parts}), this machine has {free / 1e9:.1f} GB free; "
+            f"needs {(weights + cache) / 1e9:.1f} GB ({parts}), this {where} has {free / 1e9:.1f} GB free; "
             "choose a smaller model, a shorter prompt or a narrower --dtype"
         )
+
+
+def container_memory(root=Path("/")) -> int | None:
+    """Bytes that a container (control groups, version 1 or 2) lets this process still take; None: any."""
+    free = []
+    for group in control_groups("memory", root):
+        limit = read_number(group / "memory.max", group / "memory.limit_in_bytes")
+        used = read_number(group / "memory.current", group / "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            free.append(max(limit - used + file_cache(group), 0))
+    return min(free, default=None)
+
+
+def container_cores(root=Path("/")) -> int | None:
+    """Processor cores that a container lets this process use, rounded up; None: no limit."""
+    cores = []
+    for group in control_groups("cpu", root):
+        try:  # version 2: "quota period", or "max period"
+            quota, period = (group / "cpu.max").read_text().split()
+        except (OSError, ValueError):
+            quota, period = read_number(group / "cpu.cfs_quota_us"), read_number(group / "cpu.cfs_period_us")
+        if str(quota).isdigit() and period and int(quota) > 0:
+            cores.append(-(-int(quota) // int(period)))
+    return min(cores, default=None)
+
+
+def control_groups(controller: str, root: Path) -> list[Path]:
+    """The folders of this process's control group and of those that hold it."""
+    try:
+        lines = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return []
+    found = []
+    for number, controllers, path in (line for line in lines if len(line) == 3):
+        top = root / "sys/fs/cgroup"
+        if number != "0" and controller not in controllers.split(","):
+            continue
+        top = top if number == "0" else top / controller
+        group = top / path.strip("/")
+        found += [folder for folder in (group, *group.parents) if folder == top or top in folder.parents]
+    return found
+
+
+def read_number(*files: Path) -> int | None:
+    """The number in the first of the files that is there; None for "max" and the like."""
+    for file in files:
+        try:
+            return int(file.read_text())
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def file_cache(group: Path) -> int:
+    """Bytes of a control group's memory that hold files, and are given back when others need them."""
+    try:
+        pairs = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(pairs.get("inactive_file", pairs.get("total_inactive_file", 0)))
+    except (OSError, ValueError):
+        return 0
+
+
+def use_allowed_cores():
+    """Let PyTorch use no more threads than a container has cores, unless OMP_NUM_THREADS says how many."""
+    cores = container_cores()
+    if cores and cores < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cores)

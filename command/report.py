@@ -22,6 +22,15 @@ def paint(text: str, style: str, file) -> str:
     return text if plain or not text else f"{style}{text}\x1b[0m"
 
 
+MARKS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421}  # control pictures
+MARKS |= dict.fromkeys(range(128, 160), 0xFFFD)
+
+
+def harmless(text: str, file) -> str:
+    """`text` with control characters as visible marks where `file` is a terminal, which would obey them."""
+    return text.translate(MARKS) if file.isatty() else text
+
+
 class Screen:
     """Prints the answers one after the other: one streams, those after it wait for their turn.
 
@@ -42,7 +51,7 @@ class Screen:
         self.new[b] += 1
         if token in self.text.stop_ids:
             return self.end(b, "stop")
-        piece = self.streams[b].push(token)
+        piece = harmless(self.streams[b].push(token), self.file)
         self._put(b, paint(piece, SLOW, self.file) if slow else piece)
         if self.new[b] == self.most:
             self.end(b, "length")
@@ -51,7 +60,7 @@ class Screen:
         """Answer b is complete, so the next may come."""
         if self.ends[b]:
             return
-        self._put(b, self.streams[b].finish())
+        self._put(b, harmless(self.streams[b].finish(), self.file))
         self.ends[b] = reason
         while self.turn < len(self.names) and self.ends[self.turn]:
             self.turn += 1
@@ -67,7 +76,8 @@ class Screen:
 
     def _head(self):
         if len(self.names) > 1:
-            self._write(paint(f"==> {self.names[self.turn]} <==", BOLD, self.file) + "\n")
+            name = harmless(self.names[self.turn], self.file)
+            self._write(paint(f"==> {name} <==", BOLD, self.file) + "\n")
 
     def _put(self, b: int, piece: str):
         if b == self.turn:
@@ -158,7 +168,7 @@ def report(r: dict, tally: Tally, cfg: SFIConfig, names: list[str]) -> str:
     """What a reader at the terminal wants to know, a few lines, from what --json prints."""
     lines = []
     for i, name in enumerate(names):
-        head = f"{name}: " if len(names) > 1 else ""
+        head = f"{harmless(name, sys.stderr)}: " if len(names) > 1 else ""
         ended = f"ended by {ENDS[r['stop_reason'][i]]}"
         lines.append(f"{head}{r['prompt_tokens'][i]:,} prompt tokens, {r['new_tokens'][i]:,} new, {ended}")
     times = f"prefill {r['prefill_s']:.1f} s"

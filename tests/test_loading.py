@@ -65,11 +65,37 @@ def test_both_spellings_of_dtype():
         (dict(rope_scaling=YARN | {"factor": 0.0}), "factor = 0.0"),
         (dict(num_key_value_heads=0), "num_key_value_heads = 0"),
         (dict(model_type="qwen3_moe"), "no num_experts"),
+        (dict(final_logit_softcapping=30.0), "final_logit_softcapping = 30.0"),
+        (dict(embedding_multiplier=12), "embedding_multiplier = 12"),
+        (dict(residual_multiplier=0.2), "residual_multiplier = 0.2"),
+        (dict(n_shared_experts=1), "n_shared_experts = 1"),
+        (dict(hidden_activation="gelu_pytorch_tanh"), "hidden_activation"),
+        (dict(layer_types="full_attention"), "layer_types"),
+        (dict(tie_word_embeddings="false"), 'tie_word_embeddings = "false"'),
+        (dict(attention_bias=1), "attention_bias = 1"),
+        (dict(num_hidden_layers=10**9), "num_hidden_layers = 1000000000"),
+        (dict(rope_parameters={"full_attention": {"rope_type": "linear"}}), "rope type 'linear'"),
+        (dict(rope_parameters={"sliding_attention": {"rope_theta": 1e4}}), "rope_parameters"),
+        (dict(rope_scaling=YARN | {"truncate": "no"}), 'truncate = "no"'),
     ],
 )
 def test_unsupported_configs_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match="config.json has.*" + message.split("no ")[-1].replace("[", r"\[")):
         model_config(BASE | change)
+
+
+def test_rope_by_kind_of_layer_is_read():
+    """Beside a top-level rope_theta it lost YaRN without a word."""
+    nested = {"full_attention": YARN | {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
+    flat = model_config(BASE | {"rope_parameters": YARN | {"rope_theta": 5e5}})
+    assert model_config(BASE | {"rope_parameters": nested}) == flat
+    assert flat.rope.type == "yarn" and flat.rope.theta == 5e5
+
+
+def test_values_that_change_nothing_are_accepted():
+    neutral = dict(hidden_activation="silu", logits_scaling=1.0, n_group=1, clip_qkv=None, no_rope_layers=[])
+    other = dict(_name_or_path="x", use_cache=True, torchscript=False, pretraining_tp=1, my_own_key={"a": 1})
+    assert model_config(BASE | neutral | other) == model_config(BASE)
 
 
 def test_inactive_sliding_window_is_ignored():
