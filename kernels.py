@@ -26,15 +26,17 @@ compiles every kernel for A100, H100 and B200.  Letters: see `model.py`.  Read b
 `selector_kernels.py`.
 """
 
+import importlib.util
 import math
-from functools import partial
+import sys
+from functools import cache, partial
+from importlib.machinery import PathFinder
+from pathlib import Path
 
 import torch
-import triton
-import triton.language as tl
 
 from memory import InLine, Ops
-from selector_kernels import power_of_2, select
+from selector_kernels import power_of_2, select, tl, triton
 
 LOG2E = tl.constexpr(math.log2(math.e))
 PROGRAMS = 512  # attention is split until so many programs run, whatever the GPU: the same sums everywhere
@@ -303,3 +305,23 @@ def triton_ops(cuda: bool, overlap=True, graphs=True) -> Ops:
     schedule = Overlap if cuda and overlap else InLine
     capture = Captured if cuda and graphs else None
     return Ops("triton", append, attend, select, rebuild, schedule=schedule, capture=capture)
+
+
+# transformers looks for a package that is called `kernels` too, and in this folder finds this file.  What it
+# asks for is handed on to that package, if it is installed; its modules are found through `__path__`.
+OTHERS = [path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent]
+PACKAGE = PathFinder.find_spec("kernels", OTHERS)
+__path__ = list(PACKAGE.submodule_search_locations or ()) if PACKAGE else []
+
+
+@cache
+def package():
+    module = importlib.util.module_from_spec(PACKAGE)
+    PACKAGE.loader.exec_module(module)
+    return module
+
+
+def __getattr__(name):
+    if PACKAGE is None or name.startswith("__"):
+        raise AttributeError(f"kernels.py has no {name}")
+    return getattr(package(), name)

@@ -6,11 +6,17 @@ of row b are n_sink .. recent_start[b] - 1.  Letters: see `model.py`.  Read befo
 `kernels.py`.
 """
 
+from types import SimpleNamespace
+
 import torch
-import triton
-import triton.language as tl
 
 import selector
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # then nothing here can run, but `import kernels` must work all the same: see there
+    triton, tl = SimpleNamespace(jit=lambda kernel: kernel), SimpleNamespace(constexpr=lambda x: x)
 
 CHUNK = 1024  # positions a program
 TILE = 4  # evidence rows it holds at a time; with more, registers spill

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from command import checkpoints, story
+from command.checks import check_output
 from command.config import model_config
 from command.machine import BACKENDS, choose_backend, choose_device, choose_dtype
 from command.parser import Parser
@@ -26,6 +27,14 @@ from model import DTYPES, Model
 from sfi import SFIConfig
 from study import bench_exact
 from study.steps import QWEN3_06B, bandwidth, commit, fits, machine, measure, random_model
+
+
+def peer_problem() -> str | None:
+    """Why transformers cannot be timed; None if it can."""
+    try:
+        from transformers import Qwen3ForCausalLM  # noqa: F401
+    except ImportError as e:
+        return " ".join(str(e).split())[:160]
 
 
 def transformers_ms(model: Model, context: int, steps=7) -> float:
@@ -89,7 +98,7 @@ def draw(result: dict, path: Path):
 
 
 def table(args, model: Model, cfg: SFIConfig, tokens: list[int], token_text, ops, speed: float):
-    """Print a row for every batch size and context; returns the rows.  speed: bytes a second."""
+    """Print a row for every batch size and context, and yield it.  speed: bytes a second."""
     columns = ("dense_ms", "fast_ms", "slow_ms", "gather_ms", "loop_ms_per_token", "mean_interval")
     columns += ("speedup", "byte_speedup", "weights_gb_s", "attention_gb_s")
     heads = (
@@ -106,7 +115,6 @@ def table(args, model: Model, cfg: SFIConfig, tokens: list[int], token_text, ops
     )
     print(f"{'batch':>6}{'context':>9}" + "".join(f"{head:>11}" for head in heads) + "   (ms)")
     weights, kv = sum(q.nbytes for q in model.parameters()), model.config.kv_bytes(model.dtype)
-    rows = []
     for batch in args.batches:
         for context in args.contexts:
             if not fits(model, cfg, context, batch, args.steps):
@@ -115,11 +123,10 @@ def table(args, model: Model, cfg: SFIConfig, tokens: list[int], token_text, ops
             r["floor_ms"] = 1e3 * (weights + batch * context * kv) / speed
             if args.peer and batch == 1 and context <= 32768:
                 r["transformers_ms"] = transformers_ms(model, context)
-            rows.append(r)
             cells = "".join(f"{r[name]:11.{0 if name.endswith('ms') else 2}f}" for name in columns)
             peer = f"   transformers {r['transformers_ms']:.0f}" if "transformers_ms" in r else ""
             print(f"{batch:6}{context:9}{cells}{peer}", flush=True)
-    return rows
+            yield r
 
 
 def parser() -> Parser:
@@ -159,6 +166,9 @@ def main(argv=None):
             raise ValueError("--exact with --check, --peer or --batches; it times rounds of one row")
         if (args.measured and not args.exact) or args.rounds < 2:
             raise ValueError("--measured and --rounds (2 or more) belong to --exact")
+        if args.peer and (problem := peer_problem()):
+            raise ValueError(f"--peer: {problem}; pip install transformers, or leave the flag out")
+        check_output("--out", args.out and args.out.with_suffix(".json"), (".json",), [])
         drawn = bench_exact.chances(args.measured)
         text = None if args.check else Text(checkpoints.resolve("smollm2"))
     except (ValueError, OSError) as e:
@@ -181,25 +191,27 @@ def main(argv=None):
     print(f"this machine reads {speed / 1e9:.1f} GB/s: at least {floor}")
     if args.exact:
         more = tokens, text.token_text, ops, args.rounds
-        rows = bench_exact.rows(model, args.contexts, drawn, *more)
+        made = bench_exact.rows(model, args.contexts, drawn, *more)
     else:
-        rows = table(args, model, cfg, tokens, text.token_text, ops, speed)
+        made = table(args, model, cfg, tokens, text.token_text, ops, speed)
     result = {
         "model": "qwen3-0.6b (random weights)",
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "backend": ops.name,
         "bandwidth_gb_s": speed / 1e9,
-        "rows": rows,
+        "rows": [],
         "machine": machine(device),
         "torch": torch.__version__,
         "commit": commit(),
         "command": " ".join(["python -m study.bench", *(argv if argv is not None else sys.argv[1:])]),
     }
-    if args.out:
-        args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        if not args.exact:
-            draw(result, args.out.with_suffix(".png"))
+    for row in made:
+        result["rows"].append(row)
+        if args.out:  # as they come: a long run that breaks off keeps what it has
+            args.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.out and not args.exact:
+        draw(result, args.out.with_suffix(".png"))
     print(json.dumps(result))
 
 

@@ -116,11 +116,11 @@ def measure(engine: Engine, shares, right, story: list[int], rounds: int) -> dic
 
 
 def rows(model, contexts, all_drawn: dict, story: list[int], token_text, ops, rounds: int):
-    """Print the table; returns its rows."""
+    """Print the table row by row, and yield the rows."""
     columns = ("dense_ms", "fast_ms", "pass_ms", "drafts_per_pass", "tokens_per_pass", "ms_per_token")
     columns += ("speedup", "byte_speedup")
     print(f"{'context':>9}{'right':>10}" + "".join(f"{name.replace('_per_', '/'):>15}" for name in columns))
-    made, cfg = [], SFIConfig(exact=True)
+    cfg = SFIConfig(exact=True)
     for context in contexts:
         new = (rounds + 1) * (cfg.max_interval + 2)
         if not fits(model, cfg, context, 1, new):
@@ -131,7 +131,6 @@ def rows(model, contexts, all_drawn: dict, story: list[int], token_text, ops, ro
             engine.rows = [Row(length=context)]
             engine.cache.past.zero_()
             r = measure(engine, *chance, story, rounds)
-            made.append({"right": name, **r})
             cells = [f"{'' if r[c] is None else format(r[c], '.2f'):>15}" for c in columns]
             print(f"{context:9}{name:>10}" + "".join(cells), flush=True)
-    return made
+            yield {"right": name, **r}

@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from command import checkpoints, story
+from command.checks import check_output
 from command.config import read_config
 from command.loading import load
 from command.machine import choose_backend
@@ -361,6 +362,7 @@ def main(argv=None):
         base = SFIConfig(min_gap=args.min_gap, max_interval=max(64, args.min_gap))
         tables = {t: rows(args.policy, args.selector, args.context, args.share, base) for t in args.task}
         files = {t: read_tasks(Path(t)) for t in args.task if t not in TASKS}
+        check_output("--out", args.out, (".json",), [])
         folder = checkpoints.resolve(args.ckpt)
         config, text = read_config(folder), Text(folder)
         source = text.encode(args.text.read_text(encoding="utf-8-sig")) if args.text else []

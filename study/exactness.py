@@ -15,6 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from command import checkpoints
+from command.checks import check_output
 from command.config import read_config
 from command.loading import load
 from command.parser import Parser
@@ -94,6 +95,7 @@ def main(argv=None):
     try:
         if args.prompts < 1 or args.new < 2:
             raise ValueError("allowed are --prompts 1, --new 2 or more")
+        check_output("--out", args.out, (".json",), [])
         configs = [
             SFIConfig(exact=True, n_select=n, n_recent=128, draft_cost=args.draft_cost) for n in args.n_select
         ]
@@ -104,6 +106,12 @@ def main(argv=None):
     except (ValueError, OSError) as e:
         p.error(" ".join(str(e).split()))
     rows, wrong, bench = [], 0, Bench(model, text, args.new)
+    result = dict(ckpt=args.ckpt, dtype=args.dtype, draft_cost=args.draft_cost, new=args.new, commit=commit())
+
+    def keep():  # as they come: a long run that breaks off keeps what it has
+        if args.out:
+            args.out.write_text(json.dumps(result | {"rows": rows}) + "\n", encoding="utf-8")
+
     for i in tqdm(range(args.prompts), disable=None):
         kind, cfg = KINDS[i % len(KINDS)], configs[i % len(configs)]
         ids = prompt(kind, i, text)
@@ -125,16 +133,13 @@ def main(argv=None):
             )
             row |= dict(seen=seen, right=right)
             rows.append(row)
+            keep()
             if place:
                 tie = place[1] < TIE
                 wrong += not tie
                 what = "a tie" if tie else "no tie"
                 print(f"prompt {i} ({kind}): parts at token {place[0]}, lead {place[1]:.1e}: {what}")
     show(rows)
-    result = dict(ckpt=args.ckpt, dtype=args.dtype, draft_cost=args.draft_cost, new=args.new, commit=commit())
-    result["rows"] = rows
-    if args.out:
-        args.out.write_text(json.dumps(result) + "\n", encoding="utf-8")
     print(json.dumps({"decodes": len(rows), "parted": sum(r["parted"] is not None for r in rows)}))
     sys.exit(wrong > 0 and args.dtype == "float32")
 

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from command import checkpoints
+from command.checks import check_output
 from command.config import read_config
 from command.loading import load
 from command.machine import choose_backend
@@ -118,6 +119,7 @@ def main(argv=None):
     try:
         if min(args.samples, args.new - 1, args.top) < 1 or args.context < 4 + args.recent + args.top:
             raise ValueError("allowed: --samples 1, --new 2, --top 1 or more, a --context of more than these")
+        check_output("--out", args.out and args.out.with_suffix(".json"), (".json",), [])
         folder = checkpoints.resolve(args.ckpt)
         text = Text(folder)
         source = text.encode(args.text.read_text(encoding="utf-8-sig")) if args.text else []

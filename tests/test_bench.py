@@ -1,5 +1,6 @@
 """The benchmark's own parts: what it measures is what it says.  No time is asserted."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,22 @@ def test_lists_add_up_when_a_flag_is_repeated():
         9000,
     ]
     assert bench.parser().parse_args([]).batches == [1, 4]
+
+
+def test_the_smallest_context_that_is_allowed_is_measured(tiny):
+    """`--contexts 1812` passed its own check and died in topk."""
+    cfg = replace(SMALL, align=4)
+    least = cfg.n_sink + cfg.n_select + cfg.n_recent + cfg.align
+    for context in (least, least + 1, least + 8):
+        r = steps.measure(tiny, cfg, context, 1, [0, 1, 2, 3, 5, 7] * 4, token_text, REFERENCE)
+        assert r["gather_ms"] > 0 and r["context"] == context
+
+
+def test_a_peer_that_is_not_there_is_said_before_the_run(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit) as e:
+        bench.main(["--peer"])
+    assert e.value.code == 2 and "--peer: import of transformers halted" in capsys.readouterr().err
 
 
 def test_too_small_a_benchmark_is_refused(capsys):

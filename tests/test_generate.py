@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import os
 import re
 import shlex
 import signal
@@ -389,6 +390,26 @@ def test_works_without_triton(folder, prompt_file):
     ]
     done = subprocess.run(argv, capture_output=True, cwd=ROOT, text=True)
     assert done.returncode == 0 and done.stdout.strip() and "cpu backend" in done.stderr
+
+
+@pytest.mark.parametrize("triton", ["", "import sys; sys.modules['triton'] = None; "])
+@pytest.mark.parametrize("installed", [False, True])
+def test_transformers_can_be_imported_beside_kernels_py(tmp_path, triton, installed):
+    """It looks for a package of that name, and found this file: without Triton the import failed."""
+    code, environment = triton + "import transformers; print(transformers.Qwen3ForCausalLM)", dict(os.environ)
+    if installed:  # as if it were, of a version that transformers takes, with all that it asks for
+        (tmp_path / "kernels").mkdir()
+        anything = "from .inner import x\ndef __getattr__(name): return type(name, (), {})\n"
+        (tmp_path / "kernels" / "__init__.py").write_text(anything)
+        (tmp_path / "kernels" / "inner.py").write_text("x = 1\n")
+        (info := tmp_path / "kernels-0.17.2.dist-info").mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.17.2\n")
+        environment["PYTHONPATH"] = str(tmp_path)
+        code += "; import kernels; print(kernels.LayerRepository)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0 and "Qwen3ForCausalLM" in done.stdout, done.stderr[-600:]
 
 
 def test_story_is_seeded_and_has_its_letter():

@@ -26,8 +26,10 @@ from tests.naive import CONFIGS
 from tests.test_backends import caches, equal
 from tests.tiny import SMALL, prompt, token_text
 
-kernels = pytest.importorskip("kernels", reason="Triton is not installed", exc_type=ImportError)
-selector_kernels = pytest.importorskip("selector_kernels", reason="Triton is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
+import kernels
+import selector_kernels
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) is -inf, meant so
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
