@@ -114,21 +114,29 @@ def model_config(c: dict) -> ModelConfig:
         return c[key]
 
     def flag(key):
-        if not isinstance(c.get(key), bool | None):
+        if not isinstance(c.get(key, False), bool):
             refuse(key, "true or false")
-        return bool(c.get(key))
+        return c.get(key, False)
 
     kind = need("model_type")
     if kind not in MODEL_TYPES:
         refuse("model_type", "/".join(MODEL_TYPES) + ": choose such a checkpoint")
-    if c.get("quantization_config"):
+    if c.get("quantization_config") is not None:
         refuse("quantization_config", "none: choose an unquantized checkpoint (bf16, fp16 or fp32)")
     for key, neutral in SUPPORTED.items():
-        if c.get(key) is not None and c[key] not in neutral:
+        same = lambda x, key=key: c[key] == x and isinstance(c[key], bool) == isinstance(x, bool)
+        if c.get(key) is not None and not any(map(same, neutral)):
             refuse(key, " or ".join(map(json.dumps, neutral)) or "none: what it changes is not computed here")
+    flag("use_sliding_window")
     layers = c.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(x != "full_attention" for x in layers)):
         refuse("layer_types", "full attention in every layer")
+    if layers is not None and len(layers) != whole("num_hidden_layers"):
+        refuse("layer_types", f"one entry for each of the {c['num_hidden_layers']} layers")
+    if "hidden_act" in c and c["hidden_act"] is None:
+        refuse("hidden_act", "silu")
+    if not isinstance(need("rms_norm_eps"), float) or not 0 < c["rms_norm_eps"] < 1:
+        refuse("rms_norm_eps", "a fraction such as 1e-6")
     heads = whole("num_attention_heads")
     kv_heads = heads if c.get("num_key_value_heads") is None else whole("num_key_value_heads")
     if heads % kv_heads:
@@ -159,7 +167,7 @@ def model_config(c: dict) -> ModelConfig:
         attention_bias=flag("attention_bias"),
         mlp_bias=flag("mlp_bias"),
         dtype=str(c.get("dtype") or c.get("torch_dtype") or "float32"),
-        rms_norm_eps=positive(c, "rms_norm_eps"),
+        rms_norm_eps=c["rms_norm_eps"],
         **{key: whole(key) for key in ("vocab_size", "hidden_size", "intermediate_size")},
         **{key: whole(key) for key in ("num_hidden_layers", "max_position_embeddings")},
         **moe,
@@ -167,18 +175,16 @@ def model_config(c: dict) -> ModelConfig:
 
 
 def rope_config(c: dict) -> RopeConfig:
-    """RoPE facts, from `rope_theta` + `rope_scaling` or from `rope_parameters` (newer transformers), which
-    may hold an object for each kind of layer.
-    """
+    """RoPE facts, from `rope_theta` + `rope_scaling` or from `rope_parameters` (newer transformers)."""
     r = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        found = c.get(key) or {}
-        if isinstance(found, dict) and isinstance(found.get("full_attention"), dict):
-            found = found["full_attention"]
-        if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
-            allowed = "an object of numbers and names, one such for full_attention, or null"
-            raise ValueError(f"config.json has {key} = {json.dumps(c[key])}; allowed is {allowed}")
-        r |= found
+    for key in ("rope_parameters", "rope_scaling"):  # if both are there the second counts, as in transformers
+        found = c.get(key)
+        if found is not None and (
+            not isinstance(found, dict) or any(isinstance(x, dict) for x in found.values())
+        ):
+            allowed = "an object of numbers and names, the same for all layers, or null"
+            raise ValueError(f"config.json has {key} = {json.dumps(found)}; allowed is {allowed}")
+        r = found or r
     if r.get("rope_theta", c.get("rope_theta")) is None:
         raise ValueError(
             "config.json has no rope_theta, at the top or under rope_parameters; add the model's own"

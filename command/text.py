@@ -55,16 +55,15 @@ class Text:
         tokenizer_config.json's added_tokens_decoder, or else of added_tokens.json, each with its id; then
         special tokens, in the order of SPECIAL.
         """
-        known = self.tokenizer.get_added_tokens_decoder()
-        have = {repr(token) for token in known.values()}
-        special = [token for token in map(self._named, SPECIAL) if token]
-        for key in ("additional_special_tokens", "extra_special_tokens"):
-            extra = self.settings.get(key) or []
-            special += map(token_content, extra.values() if isinstance(extra, dict) else extra)
+        have = {repr(token) for token in self.tokenizer.get_added_tokens_decoder().values()}
         listed = self.settings.get("added_tokens_decoder")
-        if listed is None:
-            listed = {i: {"content": text, "special": text in special} for text, i in legacy.items()}
         try:
+            special = [token for token in map(self._named, SPECIAL) if token]
+            for key in ("additional_special_tokens", "extra_special_tokens"):
+                extra = self.settings.get(key) or []
+                special += map(token_content, extra.values() if isinstance(extra, dict) else extra)
+            if listed is None:
+                listed = {i: {"content": text, "special": text in special} for text, i in legacy.items()}
             wanted = sorted((int(i), AddedToken(**token)) for i, token in listed.items())
         except (TypeError, ValueError, AttributeError) as e:
             reason = " ".join(str(e).split())

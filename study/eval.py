@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from command import checkpoints, story
-from command.checks import check_output
+from command.checks import check_lengths, check_output
 from command.config import read_config
 from command.loading import load
 from command.machine import choose_backend
@@ -368,6 +368,7 @@ def main(argv=None):
         source = text.encode(args.text.read_text(encoding="utf-8-sig")) if args.text else []
         if source and len(source) <= args.context + args.new:
             raise ValueError(f"--text has {len(source)} tokens; give more than --context + --new")
+        check_lengths(config, [args.context], max(args.new, 48))
         model = load(folder, config, DTYPES[args.dtype])
         check_trained(model, text)
     except (ValueError, OSError) as e:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from command import checkpoints
-from command.checks import check_output
+from command.checks import check_lengths, check_output
 from command.config import read_config
 from command.loading import load
 from command.parser import Parser
@@ -102,6 +102,7 @@ def main(argv=None):
         samplings = [Sampling(t, seed=1) if t else GREEDY for t in args.temperature]
         folder = checkpoints.resolve(args.ckpt)
         config, text = read_config(folder), Text(folder)
+        check_lengths(config, [6000], args.new)
         model = load(folder, config, DTYPES[args.dtype])
     except (ValueError, OSError) as e:
         p.error(" ".join(str(e).split()))

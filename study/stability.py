@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from command import checkpoints
-from command.checks import check_output
+from command.checks import check_lengths, check_output
 from command.config import read_config
 from command.loading import load
 from command.machine import choose_backend
@@ -117,15 +117,19 @@ def main(argv=None):
     p = parser()
     args = p.parse_args(argv)
     try:
-        if min(args.samples, args.new - 1, args.top) < 1 or args.context < 4 + args.recent + args.top:
-            raise ValueError("allowed: --samples 1, --new 2, --top 1 or more, a --context of more than these")
+        room = args.context - 4 - args.top
+        if min(args.samples, args.new - 1, args.top) < 1 or not 0 <= args.recent <= room:
+            least = "--samples 1, --new 2, --top 1, --recent 0"
+            raise ValueError(f"allowed: {least} or more, a --context of more than these")
         check_output("--out", args.out and args.out.with_suffix(".json"), (".json",), [])
         folder = checkpoints.resolve(args.ckpt)
         text = Text(folder)
         source = text.encode(args.text.read_text(encoding="utf-8-sig")) if args.text else []
         if source and len(source) <= args.context + args.new:
             raise ValueError(f"--text has {len(source)} tokens; give more than --context + --new")
-        model = load(folder, read_config(folder), torch.float32)
+        config = read_config(folder)
+        check_lengths(config, [args.context], args.new)
+        model = load(folder, config, torch.float32)
         check_trained(model, text)
     except (ValueError, OSError) as e:
         p.error(" ".join(str(e).split()))

@@ -137,7 +137,7 @@ def test_random_weights_are_refused_and_errors_are_one_line(folder, capsys):
     for message, argv in cases.items():
         for main in (quality.main, stability.main) if not argv else (quality.main,):
             with pytest.raises(SystemExit) as e:
-                main(["--ckpt", str(folder), *argv])
+                main(["--ckpt", str(folder), "--context", "600", *argv])
             err = capsys.readouterr().err
             wanted = "no better than chance" if not argv else message
             assert e.value.code == 2 and err.count("\n") == 1 and wanted in err

@@ -74,7 +74,7 @@ def test_both_spellings_of_dtype():
         (dict(tie_word_embeddings="false"), 'tie_word_embeddings = "false"'),
         (dict(attention_bias=1), "attention_bias = 1"),
         (dict(num_hidden_layers=10**9), "num_hidden_layers = 1000000000"),
-        (dict(rope_parameters={"full_attention": {"rope_type": "linear"}}), "rope type 'linear'"),
+        (dict(rope_parameters={"rope_type": "linear"}), "rope type 'linear'"),
         (dict(rope_parameters={"sliding_attention": {"rope_theta": 1e4}}), "rope_parameters"),
         (dict(rope_scaling=YARN | {"truncate": "no"}), 'truncate = "no"'),
     ],
@@ -84,12 +84,14 @@ def test_unsupported_configs_are_refused_by_name(change, message):
         model_config(BASE | change)
 
 
-def test_rope_by_kind_of_layer_is_read():
+def test_rope_by_kind_of_layer_is_refused():
     """Beside a top-level rope_theta it lost YaRN without a word."""
     nested = {"full_attention": YARN | {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
-    flat = model_config(BASE | {"rope_parameters": YARN | {"rope_theta": 5e5}})
-    assert model_config(BASE | {"rope_parameters": nested}) == flat
-    assert flat.rope.type == "yarn" and flat.rope.theta == 5e5
+    for key in ("rope_parameters", "rope_scaling"):
+        with pytest.raises(ValueError, match=f"config.json has {key} = .*the same for all layers"):
+            model_config(BASE | {key: nested})
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": YARN}
+    assert model_config(BASE | both).rope == model_config(BASE | {"rope_scaling": YARN}).rope
 
 
 def test_values_that_change_nothing_are_accepted():
