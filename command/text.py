@@ -92,9 +92,12 @@ class Text:
                 raise ValueError(f"cannot read {file} ({e}); fetch it again, or use --raw") from None
         found = self.settings.get("chat_template")
         if isinstance(found, list):
-            found = {t["name"]: t["template"] for t in found if isinstance(t, dict) and len(t) == 2}.get(
-                "default"
-            )
+            named = {
+                t.get("name"): t.get("template")
+                for t in found
+                if isinstance(t, dict) and isinstance(t.get("name"), str)
+            }
+            found = named.get("default")
         return found if isinstance(found, str) else None
 
     def _stop_ids(self, configs: list[dict]) -> frozenset[int]:
