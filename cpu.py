@@ -100,25 +100,25 @@ def dot_products(q, K, scores):
     Which factor comes first is what was fastest: the long one as it lies if the other has up to 4 rows, else
     the short one.
     """
-    q, widened = q.float(), widener(K)
+    q, fp32 = q.float(), fp32_reader(K)
     as_it_lies = K.dtype == torch.float32 and q.shape[1] <= 4
-    multiply = (lambda keys: (keys @ q.mT).mT) if as_it_lies else lambda keys: q @ widened(keys).mT
+    multiply = (lambda keys: (keys @ q.mT).mT) if as_it_lies else lambda keys: q @ fp32(keys).mT
     for part, keys in zip(scores.split(BLOCK, dim=2), K.split(BLOCK, dim=1), strict=True):
         torch.mul(multiply(keys), K.shape[-1] ** -0.5, out=part)  # (K, R, BLOCK)
 
 
 def weighted_sum(p, V):
     """sum_j p_j v_j in fp32, (K, R, D), of weights p (K, R, n) fp32 and V (K, n, D), in blocks."""
-    R, widened = p.shape[1], widener(V)
+    R, fp32 = p.shape[1], fp32_reader(V)
     if V.dtype == torch.float32 and R in (2, 3):  # slower than 4
         p = F.pad(p, (0, 0, 0, 4 - R))
     out = torch.zeros((*p.shape[:2], V.shape[2]))
     for weights, values in zip(p.split(BLOCK, dim=2), V.split(BLOCK, dim=1), strict=True):
-        out.baddbmm_(weights, widened(values))
+        out.baddbmm_(weights, fp32(values))
     return out[:, :R]
 
 
-def widener(cache):
+def fp32_reader(cache):
     """A function that gives up to BLOCK tokens of each head of the cache (K, n, D) in fp32, until the next
     call.
     """

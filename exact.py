@@ -36,7 +36,7 @@ LEADS = (0.25, 0.5, 1.0, 2.0, 4.0)  # logits between best and second best: the b
 SEEN = (2.0, 1.7, 2.8, 3.9, 5.1, 8.5)
 RIGHT = tuple(n * chance for n, chance in zip(SEEN, (0.73, 0.88, 0.94, 0.97, 0.995, 0.999), strict=True))
 # b and c: measured on a CPU, also where it must widen half precision; on a GPU an estimate.
-PASS_COST = {"cpu": (1.35, 0.12), "widening cpu": (2.0, 0.2), "cuda": (1.05, 0.01)}
+PASS_COST = {"cpu": (1.35, 0.12), "cpu, half precision": (2.0, 0.2), "cuda": (1.05, 0.01)}
 # Dense steps more on a CPU, once a pass has more tokens than evidence queries: their scores come apart.
 LONG_PASS_COST = 1.6
 FORGET = 1 / 256  # of what was seen, with each dense step that no draft preceded
@@ -201,7 +201,7 @@ class Speculation:
         model, cfg, row = self.engine.model, self.engine.cfg, self.engine.rows[b]
         kind = model.device.type
         widened = kind == "cpu" and model.dtype != torch.float32 and not CPU_HAS_BF16
-        base, per_token = PASS_COST["widening cpu" if widened else kind]
+        base, per_token = PASS_COST["cpu, half precision" if widened else kind]
         cached = model.config.kv_bytes(model.dtype)
         memory = row.memory or cfg.n_sink + cfg.budget + cfg.n_recent
         dense = self.weights + row.length * cached  # bytes of a step

@@ -33,7 +33,7 @@ from command.machine import (
     use_allowed_cores,
 )
 from command.parser import Parser
-from command.report import DIM, Screen, Tally, counts, paint, report
+from command.report import DIM, Screen, Tally, close_stdout, counts, paint, report
 from command.text import Text
 from command.timing import Clock, dense_seconds
 from command.tracing import Trace, plot
@@ -225,11 +225,6 @@ def answer(args, engine, ids, text, sampling, trace) -> dict:
     if not args.quiet:
         print(report(result, tally, engine.cfg, names), file=sys.stderr)
     return result
-
-
-def close_stdout():
-    """Nobody reads any more: what is still printed goes nowhere, without an error at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv=None):

@@ -7,9 +7,8 @@ does dense attention over everything, and its scores choose the next memory.  No
 cache stays, so a later slow step can bring any token back.
 
 Dense decoding, prompt chunks and slow steps are one operation, a dense pass; a fast step is the same forward
-pass reading other slots.  `decide` says, from a row's state and a token's text, what a step is; `Engine.run`
-runs a pass as it is told; `decode` is the loop.  Letters: see `model.py`.  Positions are absolute.  Read
-before: `model.py`, `selector.py`, `memory.py`, `sampling.py`; next: `exact.py`.
+pass reading other slots.  `decide` says what a step is, `Engine.run` runs a pass as it is told, `decode` is
+the loop.  Letters: see `model.py`.  Positions are absolute.  Read before: `memory.py`; next: `exact.py`.
 """
 
 import re

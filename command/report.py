@@ -90,6 +90,11 @@ class Screen:
             print(text, end="", flush=True, file=self.file)
 
 
+def close_stdout():
+    """Nobody reads any more: what is still printed goes nowhere, without an error at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @dataclass
 class Tally:
     """Counts over a run, after the prefill; a row-step is what one row does in a step.

@@ -142,7 +142,7 @@ class Trace:
         shown = torch.full((self.max_length,), torch.nan)
         shown[: row.length] = 1.0
         if row.held is not None:  # what came after the refresh is shown
-            row.held = row.held[: row.length]  # wrong drafts have been taken back
+            row.held = row.held[: row.length]  # wrong drafts have been rolled back
             shown[: len(row.held)] = row.held
         padding = -self.max_length % self.width
         return F.pad(shown, (0, padding), value=torch.nan).view(-1, self.width).nanmean(1)
