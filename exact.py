@@ -3,17 +3,19 @@
 A round: m fast steps draft d_1 .. d_m after the last certain token t; one dense pass over the T = m + 1
 tokens [t, d_1 .. d_m] gives, at each, the token that dense decoding picks next.  The longest prefix on which
 it agrees with the drafts is accepted, and its own token after that; the rest is rolled back.  So a round
-makes 1 to m + 1 tokens, all of them dense decoding's.  Draft and dense use the same noise at a place
-(`sampling.noise`), so they can agree at any temperature.  The pass is a slow step too: its queries choose the
-next memory.  This is speculative decoding (arXiv 2211.17192) in which the model drafts for itself;
-SparseSpec (2512.01278) and Vegas (2602.07223) also select from the verifying pass.
+makes 1 to m + 1 tokens, all of them dense decoding's.  (The keys and values that fast steps cached are
+approximate: they are dropped before the pass, which writes them anew.  Wrong drafts' queries count in the
+selection.)  Draft and dense use the same noise at a place (`sampling.noise`), so they can agree at any
+temperature.  The pass is a slow step too: its queries choose the next memory.  This is speculative decoding
+(arXiv 2211.17192) in which the model drafts for itself; SparseSpec (2512.01278) and Vegas (2602.07223) also
+select from the verifying pass.
 
 How long to draft.  With a dense step as the unit, let a fast step cost f, a pass of one token that also
 selects b, and every further token of it c.  A round of m drafts, each right with chance a if those before
 are, costs b + m (f + c) and makes 1 + a + .. + a^m = (1 - a^(m+1)) / (1 - a) tokens.  The best m maximises
-the ratio r of tokens to cost, and there one more draft adds no more than it costs: a^(m+1) <= r (f + c).  No
-m with r > 1: dense steps are cheaper.  Chances differ from place to place, and the drafts know: a token that
-was far ahead of the second best is rarely wrong.  So a row drafts on while
+the ratio r of tokens to cost, and there one more draft adds no more than it costs: a^(m+1) <= r (f + c).
+If no m gives r > 1, the row makes dense steps.  Chances differ from place to place, and the drafts know: a
+token that was far ahead of the second best is rarely wrong.  So a row drafts on while
 
     P(all drafts so far are right) * (mean chance of a draft)  >  r * (f + c),
 
@@ -24,7 +26,7 @@ busy a machine is.  Read before: `sfi.py`, whose `decode` calls `Speculation.ste
 """
 
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate
 
 import torch
 
@@ -37,7 +39,8 @@ SEEN = (2.0, 1.7, 2.8, 3.9, 5.1, 8.5)
 RIGHT = tuple(n * chance for n, chance in zip(SEEN, (0.73, 0.88, 0.94, 0.97, 0.995, 0.999), strict=True))
 # b and c: measured on a CPU, also where it must widen half precision; on a GPU an estimate.
 PASS_COST = {"cpu": (1.35, 0.12), "cpu, half precision": (2.0, 0.2), "cuda": (1.05, 0.01)}
-# Dense steps more on a CPU, once a pass has more tokens than evidence queries: their scores come apart.
+# Dense steps more for a draft that makes a pass longer than its evidence, on a CPU, where scores then come
+# apart from attention: more than any draft is worth, so a round ends there.
 LONG_PASS_COST = 1.6
 FORGET = 1 / 256  # of what was seen, with each dense step that no draft preceded
 
@@ -123,7 +126,7 @@ class Speculation:
         token that each is fed next: after a fast step the draft.
         """
         engine = self.engine
-        reasons = [self.decide(b, token, left[b]) for b, token in enumerate(tokens)]
+        reasons = [self.next_reason(b, token, left[b]) for b, token in enumerate(tokens)]
         slow = [b for b, reason in enumerate(reasons) if reason not in ("fast", "ended")]
         verifying = [b for b in slow if engine.rows[b].unverified]
         together = ["ended" if b in verifying else reason for b, reason in enumerate(reasons)]
@@ -144,11 +147,11 @@ class Speculation:
             certain[b] = [] if did[b].reason == "fast" else picked[: did[b].accepted + 1]
         return certain, did, fed
 
-    def decide(self, b: int, token: int | None, left: int) -> str:
-        """What the step that feeds row b a token is, as `Engine.decide`; a row also verifies where a further
+    def next_reason(self, b: int, token: int | None, left: int) -> str:
+        """What the step that feeds row b a token is, as the engine says; a row also verifies where a further
         draft would not pay ("doubt") and where the text may end ("end"), which no draft may decide.
         """
-        reason, row, drafts = self.engine.decide(b, token), self.engine.rows[b], self.drafts[b]
+        reason, row, drafts = self.engine.next_reason(b, token), self.engine.rows[b], self.drafts[b]
         if token is None:
             return reason
         if not row.unverified:
@@ -158,6 +161,7 @@ class Speculation:
             return "dense"
         if reason != "fast":
             return reason
+        # A pass now makes up to unverified + 1 tokens, which may be all that may still come.
         may_end = row.unverified + 1 >= left or (row.unverified and token in self.stop_ids)
         return "doubt" if doubt else "end" if may_end else "fast"
 
@@ -165,7 +169,7 @@ class Speculation:
         """The dense pass over what row b has fed since the last one: logits (m + 1, V), and what it did."""
         engine, fed = self.engine, self.drafts[b].tokens
         m = len(fed) - 1
-        engine.cut(b, engine.rows[b].length - m)  # what the fast steps cached, approximate keys and values
+        engine.cut(b, engine.rows[b].length - m)  # drop their keys and values; the pass writes them anew
         return engine.dense_pass(b, fed, reason, n_logits=m + 1, drafted=m)
 
     def pick(self, logits: list, did: list) -> dict:
@@ -173,9 +177,12 @@ class Speculation:
         live = [b for b, row_step in enumerate(did) if row_step.reason != "ended"]
         length = lambda b: self.engine.rows[b].length
         places = [(b, length(b) - i) for b in live for i in range(did[b].drafted, -1, -1)]
-        tokens, leads = map(iter, self.draw(torch.cat([logits[b] for b in live]), places))
-        some = lambda numbers, b: list(islice(numbers, did[b].drafted + 1))
-        return {b: (some(tokens, b), some(leads, b)) for b in live}
+        tokens, leads = self.draw(torch.cat([logits[b] for b in live]), places)
+        picked, i = {}, 0
+        for b in live:
+            j = i + did[b].drafted + 1
+            picked[b], i = (tokens[i:j], leads[i:j]), j
+        return picked
 
     def draw(self, logits, places):
         return draw(logits, places, self.sampling, leads=True)

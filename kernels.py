@@ -45,14 +45,14 @@ MAX_SPLITS = 64
 
 @triton.jit
 def append_kernel(
-    k, v, K, V, key_norm, position, memory, T, n_kv, cap, cache_row, cache_head, s_max,
+    k, v, K, V, key_norm, position, slot, T, n_kv, cap, cache_row, cache_head, s_max,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`memory.append`: program (b * T + t, head) writes one token's key and value, and the key's norm."""
     bt, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, t = (bt // T).to(tl.int64), bt % T
     d = tl.arange(0, BLOCK_D)
-    p, m = tl.load(position + b), tl.load(memory + b)
+    p, m = tl.load(position + b), tl.load(slot + b)
     if p >= 0:
         source = (bt.to(tl.int64) * n_kv + h) * D + d
         new_k = tl.load(k + source, mask=d < D, other=0.0)
@@ -68,11 +68,11 @@ def append_kernel(
             tl.store(V + compact, new_v, mask=d < D)
 
 
-def append(k, v, K, V, key_norm, position, memory):
+def append(k, v, K, V, key_norm, position, slot):
     B, T, n_kv, D = k.shape
     cap = K.shape[2] - key_norm.shape[2]
     append_kernel[(B * T, n_kv)](
-        k.contiguous(), v.contiguous(), K, V, key_norm, position, memory, T, n_kv, cap,
+        k.contiguous(), v.contiguous(), K, V, key_norm, position, slot, T, n_kv, cap,
         K.stride(0), K.stride(1), key_norm.shape[2], D=D, BLOCK_D=power_of_2(D), num_warps=1,
     )  # fmt: skip
 

@@ -19,22 +19,22 @@ from model import KVCache, attend
 from selector import select
 
 
-def append(k, v, K, V, key_norm, position, memory):
+def append(k, v, K, V, key_norm, position, slot):
     """Cache T new tokens of each row: in the full cache, and at a compact-memory slot where one is given.
 
     k, v (B, T, K, D); K, V (B, K, cap + S_max, D) and key_norm (B, K, S_max) fp32 of one layer, written in
-    place.  position (B,) int64: full-cache position of the first token, -1 for a row that has ended; memory
-    (B,) int64: slot, or -1.
+    place.  position (B,) int64: full-cache position of the first token, -1 for a row that has ended; slot
+    (B,) int64: in the compact memory, or -1.
     """
     cap, T = K.shape[2] - key_norm.shape[2], k.shape[1]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, K, T, D)
-    for b, (p, m) in enumerate(zip(position.tolist(), memory.tolist(), strict=True)):
+    for b, (p, s) in enumerate(zip(position.tolist(), slot.tolist(), strict=True)):
         if p < 0:
             continue
         key_norm[b, :, p : p + T] = k[b].float().norm(dim=-1)
-        for slot in (cap + p, m) if m >= 0 else (cap + p,):
-            K[b, :, slot : slot + T] = k[b]
-            V[b, :, slot : slot + T] = v[b]
+        for first in (cap + p, s) if s >= 0 else (cap + p,):
+            K[b, :, first : first + T] = k[b]
+            V[b, :, first : first + T] = v[b]
 
 
 def rebuild(K, V, slots, cap, n_sink, recent_start, length):
@@ -85,8 +85,10 @@ class Ops(NamedTuple):
     select: Callable
     rebuild: Callable
     linear: Callable = F.linear
-    schedule: Callable = InLine  # made with the number of layers, by every engine
-    capture: Callable | None = None  # made with a forward pass and its inputs; what it gives replays the pass
+    schedule: Callable = InLine  # called with the number of layers, once a cache
+    capture: Callable | None = (
+        None  # called with a forward pass and its inputs; returns what replays the pass
+    )
 
 
 REFERENCE = Ops("reference", append, attend, select, rebuild)
@@ -116,12 +118,13 @@ class SlowFastCache(KVCache):
         for mine, theirs in ((self.k, other.k), (self.v, other.v)):
             mine[..., self.cap : self.cap + n, :] = theirs[..., other.cap : other.cap + n, :]
 
-    def attention(self, rows: slice, plans, position, start, length, memory, recent_start):
+    def attention(self, rows: slice, plans, position, start, length, slot, recent_start):
         """What the model's forward pass calls in each layer, for these rows, which do as `plans` says.
 
-        The five tensors (B,) int64: a row's first new position, the span it reads, its memory slot, and where
-        the recent window of its new memory starts.  Without a refresh nothing else is read of `plans`, so a
-        captured pass may be replayed with other numbers.
+        The five tensors (B,) int64: a row's first new position, the span of slots that it reads, its slot in
+        the compact memory, and where the recent window of its new memory starts.  Without a refresh nothing
+        else is read of `plans`, so a captured pass may be replayed with other numbers.  (A row with a refresh
+        reads its whole cache, so `length` is its number of tokens too, as `rebuild` takes it.)
         """
         refreshed = any(plan.refresh for plan in plans)
         width = -(-max(plan.visible for plan in plans) // 16) * 16  # rows of scores begin aligned
@@ -129,7 +132,7 @@ class SlowFastCache(KVCache):
         def attention(layer, q, k, v):
             self.schedule.wait_for(layer)
             K, V = self.k[layer, rows], self.v[layer, rows]  # (B, K, cap + S_max, D)
-            self.ops.append(k, v, K, V, self.key_norm[layer, rows], position, memory)
+            self.ops.append(k, v, K, V, self.key_norm[layer, rows], position, slot)
             scores = None
             if refreshed and (self.observe or self.cfg.budget):
                 R = q.shape[2] // K.shape[1] * min(self.cfg.n_evidence, q.shape[1])

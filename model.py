@@ -13,7 +13,7 @@ Letters, here and in every file:
     C hidden_size          V vocabulary    D head_dim
     H query heads          K KV heads      G = H/K, and query head h = k*G + g reads KV head k
     N selected tokens      W evidence queries                 R = G*W evidence rows of one KV head
-Read next: `selector.py`, then `sfi.py`.
+Read next: `selector.py`, `memory.py`, `sfi.py`.
 """
 
 import math
@@ -115,12 +115,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 class NotFinite(ValueError):
-    """Attention scores or logits hold a NaN or an infinity, or nothing at all: they are all equal."""
+    """Attention scores or logits that no sound model gives: NaN, infinite, all equal, or 1e6 apart."""
 
     advice = "try dtype float32 where it is another, or fetch the checkpoint again"
 
     def __init__(self, what: str):
-        super().__init__(f"the {what} are not finite, or all equal; {self.advice}")
+        super().__init__(f"the {what} are not finite, or all equal, or absurd; {self.advice}")
 
 
 class Linear(nn.Linear):
@@ -246,8 +246,9 @@ class Model(nn.Module):
         return linear(x, head.weight).float()
 
     def weight_bytes(self, dtype: torch.dtype, tokens: int) -> tuple[int, int]:
-        """Bytes of all weights in `dtype`, and of those that a step of so many tokens reads, at most: of a
-        mixture of experts those in use, of an embedding that is not the head too a few rows.
+        """(bytes of all weights in `dtype`, bytes of those that a step of so many tokens reads at most).
+
+        Not read are experts that are not chosen, and the embedding, unless it is the head too.
         """
         c, sizes = self.config, {name: p.numel() * dtype.itemsize for name, p in self.named_parameters()}
         idle = 0 if c.tie_word_embeddings else sizes["model.embed_tokens.weight"]

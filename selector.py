@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from model import NotFinite
 
+# The constants of `paper`, from the paper.
 ALPHA = 0.5  # power mean over evidence rows
 NORM_WEIGHT, PRIOR_WEIGHT, END_WEIGHT = 0.5, 0.7, 0.4
 PRIOR_POWER, BETA = 1.8, -math.log(0.6) / 0.9
@@ -24,7 +25,7 @@ OTHER_FUSION = 0.25
 NMS_RADIUS = 16  # tokens to either side
 HEAD_TEMPERATURE, HEAD_WEIGHT = 2.0, 0.85
 TINY = 1e-12
-FOLLOWERS, FOLLOWED = 16, 0.01  # so many tokens after a strong one count that part of its attention
+FOLLOWERS, FOLLOWED = 16, 0.01  # the 16 tokens after one score at least 1 % of its attention (ours)
 
 
 def select(scores, key_norm, past, recent_start, n, cfg):
@@ -32,7 +33,7 @@ def select(scores, key_norm, past, recent_start, n, cfg):
 
     scores (B, K, R, width) fp32 are those of `model.attend`; key_norm, past (B, K, S_max) fp32; recent_start
     (B,) int64: row b's candidates are the positions [n_sink, recent_start[b]), -1 for a row that is not
-    refreshed.  Returns positions (B, K, n) int64, ascending and unique; rows that are not refreshed get any.
+    refreshed.  Returns positions (B, K, n) int64, ascending and unique; 0 for rows that are not refreshed.
     """
     slots = torch.zeros((*key_norm.shape[:2], n), dtype=torch.int64, device=key_norm.device)
     for b, end in enumerate(recent_start.tolist()):
@@ -79,10 +80,10 @@ def evidence(scores):
 def follow(scores, key_norm, past, cfg):
     """Score (K, M) of `follow`.
 
-    f is the mean attention over the evidence rows.  past: f of this refresh and of the earlier ones, each
-    half as much as the next, which a slow step's one query alone would not show.  heads: half of f is the
-    mean over the KV heads.  followers: copying walks along the text, so a token counts at least FOLLOWED
-    times the largest p of the FOLLOWERS tokens before it, over all rows.
+    f is the mean attention over the evidence rows.  past: f is averaged with what earlier refreshes gave, so
+    that older ones fade by half each time; a slow step has one query, which alone is too little evidence.
+    heads: then f is averaged with its mean over the KV heads.  followers: copying walks along the text, so a
+    token counts at least FOLLOWED times the largest p of the FOLLOWERS tokens before it, over all rows.
     """
     f, peak = evidence(scores)
     if cfg.runs("past"):
@@ -151,13 +152,13 @@ FUSIONS = {"arithmetic": fuse_arithmetic, "geometric": fuse_geometric}
 
 
 def suppress_neighbours(log_s):
-    """Soft non-maximum suppression: a token loses what the best within NMS_RADIUS is ahead of it."""
+    """Soft non-maximum suppression: a score is lowered by its distance to the best within NMS_RADIUS."""
     best = F.max_pool1d(log_s[None], 2 * NMS_RADIUS + 1, stride=1, padding=NMS_RADIUS)[0]  # (K, M)
     return log_s - (best - log_s)
 
 
 def exclude_across_heads(log_s):
-    """A token is worth less to a KV head with a small share of it among the heads; skipped when K <= 2."""
+    """A token is worth less to a KV head that scores it low beside the other heads; skipped when K <= 2."""
     if log_s.shape[0] <= 2:
         return log_s
     share = (log_s / HEAD_TEMPERATURE).softmax(0)  # (K, M)

@@ -25,6 +25,7 @@ from sampling import GREEDY, draw, sound
 from selector import FUSIONS, SELECTORS
 
 POLICIES = ("sentence", "fixed", "never", "window", "dense")
+WHEN = "when a step is slow: at sentence starts, at a fixed period, never, never and with N = 0, always"
 SLOW_REASONS = ("dense", "short", "first", "sentence", "interval", "doubt", "end")
 
 
@@ -35,7 +36,7 @@ def option(default, help, choices=None):
 
 @dataclass(frozen=True)
 class SFIConfig:
-    """Budgets and intervals, all in tokens; ValueError for what makes no sense."""
+    """The method's settings, lengths in tokens; ValueError for what makes no sense."""
 
     n_sink: int = option(4, "first tokens, always visible")
     n_select: int = option(1536, "N: tokens that each KV head selects at a refresh")
@@ -44,7 +45,7 @@ class SFIConfig:
     min_gap: int = option(16, "a sentence start makes a slow step only after this many fast ones")
     max_interval: int = option(64, "a slow step comes after this many fast ones at the latest")
     n_evidence: int = option(16, "last queries of a dense pass whose attention decides the selection")
-    policy: str = option("sentence", "when a step is slow", POLICIES)
+    policy: str = option("sentence", WHEN, POLICIES)
     selector: str = option("follow", "how tokens are selected", tuple(SELECTORS))
     steps: tuple[str, ...] | None = option(None, "selector steps to run, such as past,heads; none given: all")
     fusion: str = option("arithmetic", "how selector `paper` joins evidence and prior", tuple(FUSIONS))
@@ -95,7 +96,7 @@ class SFIConfig:
 
     @property
     def budget(self) -> int:
-        """N of the policy in force."""
+        """N, or 0 where the policy selects nothing."""
         return 0 if self.policy == "window" else self.n_select
 
     def runs(self, step: str) -> bool:
@@ -114,11 +115,11 @@ class SFIConfig:
         """Slots of the compact memory for up to max_length tokens, new_tokens of them generated."""
         if self.policy == "dense":
             return 0
-        most = lambda n: min(n, max_length)  # whatever is asked for, there are no more tokens
+        at_most = lambda n: min(n, max_length)  # whatever is asked for, there are no more tokens
         drafts = self.max_interval if self.exact else 0  # that the verifying pass brought, right or wrong
-        growth = new_tokens if self.policy == "never" else most(self.max_interval + drafts)
+        growth = new_tokens if self.policy == "never" else at_most(self.max_interval + drafts)
         selected = min(self.budget, self.candidates(max_length))
-        slots = most(self.n_sink) + selected + most(self.n_recent) + self.align - 1 + growth
+        slots = at_most(self.n_sink) + selected + at_most(self.n_recent) + self.align - 1 + growth
         return -(-slots // self.align) * self.align
 
 
@@ -153,7 +154,7 @@ class Row:
     recent_start: int = 0  # position where the memory's recent window starts
     armed: str = "no"  # trigger: see `advance`
     since: int = 0  # fast steps since the last dense pass (policy window: since the last re-anchoring)
-    unverified: int = 0  # exact mode: how many of `length`, the last ones, no dense pass has verified
+    unverified: int = 0  # exact mode: tokens at the end of `length` that only fast steps have read
 
 
 def decide(row: Row, cfg: SFIConfig, text: str) -> tuple[str, str]:
@@ -163,7 +164,7 @@ def decide(row: Row, cfg: SFIConfig, text: str) -> tuple[str, str]:
     copied anew from the cache (policy window).
     """
     armed, fires = advance(row.armed, text)
-    length = row.length + (cfg.policy != "window")  # which re-anchors before the token is there
+    length = row.length + (cfg.policy != "window")  # which copies its memory before this token is cached
     if cfg.policy == "dense":
         return armed, "dense"
     if not row.memory and cfg.candidates(length) <= cfg.budget:
@@ -182,11 +183,11 @@ def decide(row: Row, cfg: SFIConfig, text: str) -> tuple[str, str]:
 class RowStep(NamedTuple):
     """What one row does in one forward pass: the plan, and afterwards the record of it."""
 
-    reason: str = "ended"  # "prefill", one of SLOW_REASONS, "fast", or "ended": reads and writes nothing
+    reason: str = "ended"  # "prefill", "fast", one of SLOW_REASONS, or "ended": reads and writes nothing
     start: int = 0  # first slot that attention reads
     visible: int = 0  # how many it reads, the new tokens included
-    length: int = 0  # tokens in the full cache after the pass: what dense decoding would read
-    memory: int = -1  # compact-memory slot of the new token; -1: none
+    length: int = 0  # tokens in the full cache after the pass, drafts included
+    slot: int = -1  # of the new token in the compact memory; -1: none
     recent_start: int = -1  # where the recent window of its new memory starts; -1: it gets none
     copied: int = 0  # tokens copied from the full cache into the compact memory
     drafted: int = 0  # exact mode: tokens of the pass, the last ones, that it verifies
@@ -217,8 +218,8 @@ class Engine:
         self.model, self.cfg, self.token_text = model, cfg, token_text
         self.max_length, self.new_tokens = max_length, new_tokens
         self.cache = SlowFastCache(model, cfg, ops, batch, max_length, new_tokens, observe)
-        # Experts are chosen on the host, so a pass through them cannot be captured.
-        self.capture, self.captured = None if model.config.num_experts else ops.capture, None
+        self.captured = None
+        self.capture = None if model.config.num_experts else ops.capture  # experts are chosen on the host
         self.passes = []  # arguments of the passes of the step at hand, to find where a NaN came from
         self.rows = [Row() for _ in range(batch)]
 
@@ -275,9 +276,9 @@ class Engine:
         for b in live:
             self.cut(b)
         self.passes.clear()
-        return self.feed(tokens, [self.decide(b, token) for b, token in enumerate(tokens)])
+        return self.feed(tokens, [self.next_reason(b, token) for b, token in enumerate(tokens)])
 
-    def decide(self, b: int, token: int | None) -> str:
+    def next_reason(self, b: int, token: int | None) -> str:
         """What the step that feeds row b a token is; advances its trigger."""
         if token is None:
             return "ended"
@@ -301,8 +302,7 @@ class Engine:
 
     def cut(self, b: int, length: int | None = None):
         """Forget the tokens of row b from position `length` on (None: those that no dense pass has verified).
-
-        Its memory stays if they all lie in its recent window; else the next step is dense.
+        The memory stays if they all lie in its recent window; else the next step is dense.
         """
         row = self.rows[b]
         length = row.length - row.unverified if length is None else length
@@ -312,7 +312,7 @@ class Engine:
         row.length, row.since = length, max(row.since - removed, 0)
         row.unverified = max(row.unverified - removed, 0)
         row.armed = "no" if removed else row.armed
-        if row.memory and length >= row.recent_start:
+        if row.memory and length >= row.recent_start and self.cfg.candidates(length) > self.cfg.budget:
             row.memory -= removed
         elif removed:
             row.memory = 0
@@ -328,13 +328,13 @@ class Engine:
             raise ValueError(f"row {b} would have {total} tokens; the engine was made for {self.max_length}")
 
     def plan(self, b: int, reason: str) -> RowStep:
-        """What row b reads and writes in a step of one token that is what `decide` says."""
+        """What row b reads and writes in a step of one token that is what `decide` says; re-anchors."""
         row, length = self.rows[b], self.rows[b].length + 1
         if reason == "ended":
             return RowStep()
         if reason in ("fast", "re-anchor"):
             copied = self.reanchor(b) if reason == "re-anchor" else 0
-            return RowStep("fast", 0, row.memory + 1, length, memory=row.memory, copied=copied)
+            return RowStep("fast", 0, row.memory + 1, length, slot=row.memory, copied=copied)
         recent_start = -1 if reason in ("dense", "short") else self.cfg.recent_start(length)
         return RowStep(reason, self.cache.cap, length, length, recent_start=recent_start)
 
@@ -358,8 +358,8 @@ class Engine:
         Returns the last n_logits logits (B', n_logits, V).  The rows' state is the caller's business.
         """
         device, T = self.model.device, len(tokens[0])
-        numbers = [
-            (-1 if p.reason == "ended" else p.length - T, p.start, p.visible, p.memory, p.recent_start)
+        numbers = [  # as `SlowFastCache.attention` takes them
+            (-1 if p.reason == "ended" else p.length - T, p.start, p.visible, p.slot, p.recent_start)
             for p in plans
         ]
         pinned = device.type == "cuda"  # then the host need not wait for the copy

@@ -22,7 +22,7 @@ def force(engine: Engine, b: int, tokens: list[int]):
         fed, row_steps = zip(*waiting, strict=True)
         waiting.clear()
         engine.passes.clear()
-        plan = row_steps[-1]._replace(memory=row_steps[0].memory)
+        plan = row_steps[-1]._replace(slot=row_steps[0].slot)
         logits = engine.run(b, [fed], [plan], n_logits=len(fed))[0]
         if not sound(logits):
             raise ValueError(where_not_finite(engine))
@@ -31,7 +31,7 @@ def force(engine: Engine, b: int, tokens: list[int]):
     for token in tokens:
         if waiting and engine.cfg.policy == "window" and row.since >= engine.cfg.max_interval:
             yield passed()  # before planning the next, which copies from the cache
-        plan = engine.plan(b, engine.decide(b, token))
+        plan = engine.plan(b, engine.next_reason(b, token))
         if waiting and (plan.refresh or plan.reason != waiting[-1][1].reason):
             yield passed()
         waiting.append((token, engine.record(row, plan)))

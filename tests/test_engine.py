@@ -267,6 +267,13 @@ def test_cut_forgets_tokens(tiny):
     want = dense_logits(tiny, torch.tensor([[*prompt(60)[:40], 7]]))[0, -1]
     assert did.reason == "first"
     torch.testing.assert_close(logits[0], want, atol=1e-5, rtol=0)
+    engine.prefill(0, prompt(9, 2))
+    engine.cut(0, 24)  # which leave 14 candidates for N = 10
+    engine.prefill(0, [5])
+    assert engine.rows[0].memory and engine.rows[0].recent_start == 16
+    engine.cut(0, 20)  # inside the window, but 20 tokens leave too few to select from
+    assert engine.rows[0].memory == 0 and engine.step([7])[1][0].reason == "short"
+    engine.prefill(0, prompt(20, 2))
     with pytest.raises(ValueError, match="cannot cut row 0 to 42 tokens; it has 41"):
         engine.cut(0, 42)
 
@@ -346,7 +353,7 @@ def test_scores_that_are_not_finite_are_named(tiny):
     broken = copy.deepcopy(tiny)
     broken.model["layers"][0].self_attn.k_norm.weight.fill_(float("nan"))
     engine = Engine(broken, SMALL, token_text, max_length=60, new_tokens=5)
-    with pytest.raises(NotFinite, match="^the attention scores are not finite, or all equal; try"):
+    with pytest.raises(NotFinite, match="^the attention scores are not finite, or all equal, or absurd; try"):
         engine.prefill(0, prompt(55))
     want = "the attention of layer 0 gives values that are not finite, in float32; try dtype"
     assert where_not_finite(engine).startswith(want)
@@ -370,7 +377,7 @@ def test_logits_that_are_not_finite_are_an_error_not_token_0(tiny, part, where, 
     part(broken.model)[3] = float(value)
     want = f"{where} gives values that are not finite, in bfloat16; try dtype"
     for feed in (lambda: engine.pick(engine.step([5])[0]), lambda: engine.prefill(0, prompt(7))):
-        with pytest.raises(NotFinite, match="^the logits are not finite, or all equal; try dtype"):
+        with pytest.raises(NotFinite, match="^the logits are not finite, or all equal, or absurd; try dtype"):
             feed()
         assert where_not_finite(engine).startswith(want)
     with pytest.raises(ValueError, match=f"^{want}"):
