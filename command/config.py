@@ -24,6 +24,7 @@ SUPPORTED = {  # what changes the computation in other models -> the values that
     "partial_rotary_factor": (1,),
     "rotary_pct": (1,),
     "rope_interleave": (False,),
+    "rope_interleaved": (False,),
     "no_rope_layers": ([],),
     "no_rope_layer_interval": (0,),
     "alibi": (False,),

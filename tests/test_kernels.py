@@ -86,6 +86,7 @@ def decoded(tiny, cfg, ops, prompts, new):
     return [(step.tokens, [did.reason for did in step.rows]) for step in steps]
 
 
+@pytest.mark.slow
 def test_forced_tokens(small):
     """Several tokens a pass, over the full cache and over the memory."""
     ops, logits = kernels.triton_ops(DEVICE == "cuda"), []

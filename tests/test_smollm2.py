@@ -104,13 +104,10 @@ def test_pass_keys(smollm2):
     assert found["window"] <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, i, n_select, temperature",
-    [
-        pytest.param("continuation", 15, 64, 0.0),
-        pytest.param("list", 22, 256, 0.8, marks=pytest.mark.slow),
-        pytest.param("chat", 14, 64, 0.8, marks=pytest.mark.slow),
-    ],
+    [("continuation", 15, 64, 0.0), ("list", 22, 256, 0.8), ("chat", 14, 64, 0.8)],
 )
 def test_exact_mode_gives_dense_decodings_tokens(smollm2, kind, i, n_select, temperature):
     """Greedy and sampled, of prompts that `exactness.py` runs at full length, 40 of them."""
