@@ -32,7 +32,7 @@ from command.machine import (
     choose_dtype,
     use_allowed_cores,
 )
-from command.parser import Parser
+from command.parser import Parser, harmless
 from command.report import DIM, Screen, Tally, close_stdout, counts, paint, report
 from command.text import Text
 from command.timing import Clock, dense_seconds
@@ -144,7 +144,7 @@ def run(args) -> int:
         how += ", exact" * cfg.exact + f", {sampling}"
         line = f"{args.ckpt}: {config.model_type}, {weights / 1e9:.2f} GB, {how}"
         for said in filter(None, (line, not_applied(text.generation_config))):
-            print(paint(said, DIM, sys.stderr), file=sys.stderr)
+            print(paint(harmless(said, sys.stderr), DIM, sys.stderr), file=sys.stderr)
 
     folder = checkpoints.resolve(args.ckpt, quiet=args.quiet)
     began = time.perf_counter()
@@ -241,7 +241,8 @@ def main(argv=None):
     except KeyboardInterrupt:
         sys.exit(130)
     except (ValueError, OSError, MemoryError, RuntimeError, SafetensorError) as e:
-        print(f"generate.py: error: {' '.join(str(e).split())}", file=sys.stderr)
+        message = harmless(" ".join(str(e).split()), sys.stderr)
+        print(f"generate.py: error: {message}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -28,7 +28,8 @@ def read_prompt(name: str) -> str:
         ) from None
     except UnicodeDecodeError as e:
         raise ValueError(
-            f"--prompt {name}: byte {e.start} is not UTF-8; allowed is UTF-8 text: convert the file"
+            f"--prompt {name}: byte {e.start} is not UTF-8, {looks_like(data)}; "
+            "allowed is UTF-8 text: convert the file"
         ) from None
     if "\0" in text:
         at = data.index(b"\0")
@@ -41,7 +42,14 @@ def read_prompt(name: str) -> str:
 
 
 def looks_like(data: bytes) -> str:
-    """What a file with NUL bytes seems to be, by where they stand."""
+    """What a file that is not UTF-8 text seems to be, by its first bytes and where its NUL bytes stand."""
+    known = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"%PDF": "a PDF", b"PK\x03\x04": "a zip file"}
+    known |= {b"\x1f\x8b": "a gzip file", b"\x89PNG": "a picture", b"\xff\xd8\xff": "a picture"}
+    for first, kind in known.items():
+        if data.startswith(first):
+            return f"as in {kind}"
+    if 0 not in data[:4000]:
+        return "as in Latin-1 or another 8-bit encoding"
     share = lambda part: part.count(0) / max(len(part), 1)
     places = [share(data[i:4000:4]) for i in range(4)]
     if min(places[2:]) > 0.9 or min(places[:2]) > 0.9:

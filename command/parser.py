@@ -1,9 +1,19 @@
-"""The argument parser of every command: defaults shown, errors in one line, no flag given twice in vain.
+"""The argument parser of every command: defaults shown, errors in one line, no flag given twice in vain;
+and control characters made harmless on a terminal.
 
 Used by `generate.py` and the measurements.
 """
 
 import argparse
+import sys
+
+MARKS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421}  # control pictures
+MARKS |= dict.fromkeys(range(128, 160), 0xFFFD)
+
+
+def harmless(text: str, file) -> str:
+    """`text` with control characters as visible marks where `file` is a terminal, which would obey them."""
+    return text.translate(MARKS) if file.isatty() else text
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; see --help\n")
+        self.exit(2, f"{self.prog}: error: {harmless(' '.join(message.split()), sys.stderr)}; see --help\n")
 
 
 class Store(argparse.Action):

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
+from command.parser import harmless
 from command.text import Stream
 from model import Model
 from sfi import SLOW_REASONS, SFIConfig, Step
@@ -20,15 +21,6 @@ def paint(text: str, style: str, file) -> str:
     """`text` in a style where `file` is a terminal; NO_COLOR (no-color.org) and TERM=dumb are respected."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not file.isatty()
     return text if plain or not text else f"{style}{text}\x1b[0m"
-
-
-MARKS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421}  # control pictures
-MARKS |= dict.fromkeys(range(128, 160), 0xFFFD)
-
-
-def harmless(text: str, file) -> str:
-    """`text` with control characters as visible marks where `file` is a terminal, which would obey them."""
-    return text.translate(MARKS) if file.isatty() else text
 
 
 class Screen:

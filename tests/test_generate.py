@@ -356,6 +356,14 @@ def test_control_characters_of_an_answer_are_marks_on_a_terminal(folder):
         assert out.getvalue() == want + "\n" and screen.streams[0].text == written
 
 
+def test_control_characters_of_a_name_are_marks_on_a_terminal(capsys, monkeypatch):
+    """An error names files and arguments, whatever they are called."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    for argv in (["--prompt", "a\x1b[31mb.txt"], ["a\x1b[31mb"]):
+        _, err, code = run(capsys, *argv)
+        assert code == 2 and "␛[31mb" in err and "\x1b" not in err
+
+
 @pytest.mark.parametrize(
     "out, variables, coloured",
     [
