@@ -96,83 +96,95 @@ def read_config(folder: Path) -> ModelConfig:
     return model_config(read_json(folder / "config.json"))
 
 
-def model_config(c: dict) -> ModelConfig:
-    """The facts of a parsed config.json; ValueError names a key that is absent or not supported."""
+class Facts(dict):
+    """A parsed config.json; ValueError names a key that is absent or not supported."""
 
-    def refuse(key, allowed):
-        value = json.dumps(c.get(key))
+    def refuse(self, key, allowed):
+        value = json.dumps(self.get(key))
         raise ValueError(f"config.json has {key} = {value}; this loader supports {allowed}")
 
-    def need(key):
-        if c.get(key) is None:
+    def need(self, key):
+        if self.get(key) is None:
             raise ValueError(f"config.json has no {key}; fetch the checkpoint's own config.json")
-        return c[key]
+        return self[key]
 
-    def whole(key):
+    def whole(self, key) -> int:
         most = LARGEST.get(key, 2**53)
-        if type(need(key)) is not int or not 1 <= c[key] <= most:
-            refuse(key, f"a whole number, 1 to {most:,}" if key in LARGEST else "a whole number, 1 or more")
-        return c[key]
+        if type(self.need(key)) is not int or not 1 <= self[key] <= most:
+            allowed = f"a whole number, 1 to {most:,}" if key in LARGEST else "a whole number, 1 or more"
+            self.refuse(key, allowed)
+        return self[key]
 
-    def flag(key):
-        if not isinstance(c.get(key, False), bool):
-            refuse(key, "true or false")
-        return c.get(key, False)
+    def flag(self, key) -> bool:
+        if not isinstance(self.get(key, False), bool):
+            self.refuse(key, "true or false")
+        return self.get(key, False)
 
-    kind = need("model_type")
-    if kind not in MODEL_TYPES:
-        refuse("model_type", "/".join(MODEL_TYPES) + ": choose such a checkpoint")
-    if c.get("quantization_config") is not None:
-        refuse("quantization_config", "none: choose an unquantized checkpoint (bf16, fp16 or fp32)")
-    for key, neutral in SUPPORTED.items():
-        same = lambda x, key=key: c[key] == x and isinstance(c[key], bool) == isinstance(x, bool)
-        if c.get(key) is not None and not any(map(same, neutral)):
-            refuse(key, " or ".join(map(json.dumps, neutral)) or "none: what it changes is not computed here")
-    flag("use_sliding_window")
-    layers = c.get("layer_types")
-    if layers is not None and (not isinstance(layers, list) or any(x != "full_attention" for x in layers)):
-        refuse("layer_types", "full attention in every layer")
-    if layers is not None and len(layers) != whole("num_hidden_layers"):
-        refuse("layer_types", f"one entry for each of the {c['num_hidden_layers']} layers")
-    if "hidden_act" in c and c["hidden_act"] is None:
-        refuse("hidden_act", "silu")
-    if not isinstance(need("rms_norm_eps"), float) or not 0 < c["rms_norm_eps"] < 1:
-        refuse("rms_norm_eps", "a fraction such as 1e-6")
-    heads = whole("num_attention_heads")
-    kv_heads = heads if c.get("num_key_value_heads") is None else whole("num_key_value_heads")
+
+def model_config(c: dict) -> ModelConfig:
+    """The facts of a parsed config.json; ValueError names a key that is absent or not supported."""
+    c = Facts({"num_experts": c.get("num_local_experts")} | c)  # the latter is newer transformers' spelling
+    check_supported(c)
+    heads = c.whole("num_attention_heads")
+    kv_heads = heads if c.get("num_key_value_heads") is None else c.whole("num_key_value_heads")
     if heads % kv_heads:
-        refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
-    head_dim = whole("hidden_size") // heads if c.get("head_dim") is None else whole("head_dim")
+        c.refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    head_dim = c.whole("hidden_size") // heads if c.get("head_dim") is None else c.whole("head_dim")
     if head_dim % 2 or not head_dim:
         raise ValueError(f"config.json gives head_dim = {head_dim}; this loader supports an even number")
-    moe = {}
-    if kind == "qwen3_moe":
-        c = {"num_experts": c.get("num_local_experts")} | c  # newer transformers' spelling
-        keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-        moe = {key: whole(key) for key in keys} | {"norm_topk_prob": flag("norm_topk_prob")}
-        if moe["num_experts_per_tok"] > moe["num_experts"]:
-            refuse("num_experts_per_tok", f"at most num_experts = {moe['num_experts']}")
-        if c.get("decoder_sparse_step") is not None:
-            moe["decoder_sparse_step"] = whole("decoder_sparse_step")
-        dense = c.get("mlp_only_layers") or []
-        if not isinstance(dense, list) or any(type(i) is not int for i in dense):
-            refuse("mlp_only_layers", "a list of layer numbers")
-        moe["mlp_only_layers"] = tuple(dense)
     return ModelConfig(
-        model_type=kind,
+        model_type=c["model_type"],
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rope=rope_config(c),
-        tie_word_embeddings=flag("tie_word_embeddings"),
-        attention_bias=flag("attention_bias"),
-        mlp_bias=flag("mlp_bias"),
+        tie_word_embeddings=c.flag("tie_word_embeddings"),
+        attention_bias=c.flag("attention_bias"),
+        mlp_bias=c.flag("mlp_bias"),
         dtype=str(c.get("dtype") or c.get("torch_dtype") or "float32"),
         rms_norm_eps=c["rms_norm_eps"],
-        **{key: whole(key) for key in ("vocab_size", "hidden_size", "intermediate_size")},
-        **{key: whole(key) for key in ("num_hidden_layers", "max_position_embeddings")},
-        **moe,
+        **{key: c.whole(key) for key in ("vocab_size", "hidden_size", "intermediate_size")},
+        **{key: c.whole(key) for key in ("num_hidden_layers", "max_position_embeddings")},
+        **(expert_facts(c) if c["model_type"] == "qwen3_moe" else {}),
     )
+
+
+def check_supported(c: Facts):
+    """ValueError for a fact that changes the computation in a way that `model.py` does not know."""
+    if c.need("model_type") not in MODEL_TYPES:
+        c.refuse("model_type", "/".join(MODEL_TYPES) + ": choose such a checkpoint")
+    if c.get("quantization_config") is not None:
+        c.refuse("quantization_config", "none: choose an unquantized checkpoint (bf16, fp16 or fp32)")
+    for key, neutral in SUPPORTED.items():
+        same = lambda x, key=key: c[key] == x and isinstance(c[key], bool) == isinstance(x, bool)
+        if c.get(key) is not None and not any(map(same, neutral)):
+            c.refuse(
+                key, " or ".join(map(json.dumps, neutral)) or "none: what it changes is not computed here"
+            )
+    c.flag("use_sliding_window")
+    layers = c.get("layer_types")
+    if layers is not None and (not isinstance(layers, list) or any(x != "full_attention" for x in layers)):
+        c.refuse("layer_types", "full attention in every layer")
+    if layers is not None and len(layers) != c.whole("num_hidden_layers"):
+        c.refuse("layer_types", f"one entry for each of the {c['num_hidden_layers']} layers")
+    if "hidden_act" in c and c["hidden_act"] is None:
+        c.refuse("hidden_act", "silu")
+    if not isinstance(c.need("rms_norm_eps"), float) or not 0 < c["rms_norm_eps"] < 1:
+        c.refuse("rms_norm_eps", "a fraction such as 1e-6")
+
+
+def expert_facts(c: Facts) -> dict:
+    """What a mixture of experts needs beside."""
+    keys = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    moe = {key: c.whole(key) for key in keys} | {"norm_topk_prob": c.flag("norm_topk_prob")}
+    if moe["num_experts_per_tok"] > moe["num_experts"]:
+        c.refuse("num_experts_per_tok", f"at most num_experts = {moe['num_experts']}")
+    if c.get("decoder_sparse_step") is not None:
+        moe["decoder_sparse_step"] = c.whole("decoder_sparse_step")
+    dense = c.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(i) is not int for i in dense):
+        c.refuse("mlp_only_layers", "a list of layer numbers")
+    return moe | {"mlp_only_layers": tuple(dense)}
 
 
 def rope_config(c: dict) -> RopeConfig:
