@@ -1,6 +1,6 @@
-"""Qwen3, Qwen3-MoE and Llama-type decoders, and the KV cache they run on.
+"""Qwen3, Qwen3-MoE, Qwen2 and Llama-type decoders, and the KV cache they run on.
 
-One skeleton serves all three: QK-norm, biases, a tied head and expert MLPs are facts of config.json, which
+One skeleton serves all: QK-norm, biases, a tied head and expert MLPs are facts of config.json, which
 `command/config.py` reads.  Parameter names are the checkpoint's, so loading (`command/loading.py`) is a loop.
 
 Two operations are arguments of the forward pass.  `attention(layer, q, k, v) -> out` decides what is cached
@@ -44,7 +44,7 @@ class RopeConfig:
 class ModelConfig:
     """The facts of config.json that the model needs, under its names."""
 
-    model_type: str  # qwen3, qwen3_moe or llama
+    model_type: str  # qwen3, qwen3_moe, qwen2 or llama
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -68,7 +68,12 @@ class ModelConfig:
 
     @property
     def qk_norm(self) -> bool:
-        return self.model_type != "llama"
+        return self.model_type in ("qwen3", "qwen3_moe")
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether o_proj has a bias too, beside q, k and v."""
+        return self.attention_bias and self.model_type != "qwen2"
 
     @property
     def max_positions(self) -> int:
@@ -156,7 +161,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(c.hidden_size, q_size, bias=c.attention_bias)
         self.k_proj = Linear(c.hidden_size, kv_size, bias=c.attention_bias)
         self.v_proj = Linear(c.hidden_size, kv_size, bias=c.attention_bias)
-        self.o_proj = Linear(q_size, c.hidden_size, bias=c.attention_bias)
+        self.o_proj = Linear(q_size, c.hidden_size, bias=c.output_bias)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
 

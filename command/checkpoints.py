@@ -19,9 +19,15 @@ from pathlib import Path
 import psutil
 from safetensors import SafetensorError
 
-HUB = {
-    f"qwen3-{size.lower()}": f"Qwen/Qwen3-{size}"
-    for size in "0.6B 1.7B 4B 8B 14B 32B 30B-A3B 235B-A22B".split()
+SIZES = {  # of each family; {} is the size
+    "Qwen3-{}": "0.6B 1.7B 4B 8B 14B 32B 30B-A3B 235B-A22B",
+    "Qwen2.5-{}-Instruct": "0.5B 1.5B 3B 7B 14B 32B",
+    "Qwen2.5-Coder-{}-Instruct": "0.5B 1.5B 3B 7B 14B 32B",
+}
+HUB = {  # short name -> repository: qwen3-4b, qwen2.5-7b, qwen2.5-coder-7b
+    family.replace("-Instruct", "").format(size).lower(): f"Qwen/{family.format(size)}"
+    for family, sizes in SIZES.items()
+    for size in sizes.split()
 }
 SHORT_NAMES = ("smollm2", *HUB)
 TEXT_FILES = [

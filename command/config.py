@@ -13,7 +13,7 @@ from pathlib import Path
 from model import ModelConfig, RopeConfig
 from sampling import GREEDY, Sampling
 
-MODEL_TYPES = ("qwen3", "qwen3_moe", "llama")
+MODEL_TYPES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 SUPPORTED = {  # what changes the computation in other models -> the values that change nothing
     # activations and norms
     "hidden_act": ("silu", "swish"),
@@ -139,7 +139,7 @@ def model_config(c: dict) -> ModelConfig:
         head_dim=head_dim,
         rope=rope_config(c),
         tie_word_embeddings=c.flag("tie_word_embeddings"),
-        attention_bias=c.flag("attention_bias"),
+        attention_bias=c.flag("attention_bias") or c["model_type"] == "qwen2",  # which has no such key
         mlp_bias=c.flag("mlp_bias"),
         dtype=str(c.get("dtype") or c.get("torch_dtype") or "float32"),
         rms_norm_eps=c["rms_norm_eps"],
@@ -264,11 +264,11 @@ def trained_positions(config: ModelConfig) -> int:
 
 
 def yarn_for(config: ModelConfig, positions: int) -> int | None:
-    """The smallest whole factor that makes room for `positions`; None beyond 4, the most that Qwen3's model
+    """The smallest whole factor that makes room for `positions`; None beyond 4, the most that Qwen's model
     cards vouch for, and for models that YaRN was not made for.
     """
     factor = max(-(-positions // trained_positions(config)), 2)
-    return factor if config.qk_norm and factor <= 4 else None
+    return factor if config.model_type != "llama" and factor <= 4 else None
 
 
 def sampling_settings(generation_config: dict, **given) -> Sampling:

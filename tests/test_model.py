@@ -40,9 +40,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             mlp_bias=True,
             tie_word_embeddings=False,
         ),
+        dict(kind="qwen2", heads=6, kv_heads=2, hidden_size=96, tie_word_embeddings=True),
+        dict(kind="qwen2", heads=4, kv_heads=1, hidden_size=64, tie_word_embeddings=False),
         dict(heads=6, kv_heads=2, max_shard_size="20KB", tie_word_embeddings=False),
     ],
-    ids=["tied-g2", "untied-g3", "bias-g5", "moe", "moe-sparse-step", "llama", "llama-biases", "shards"],
+    ids="tied-g2 untied-g3 bias-g5 moe moe-sparse-step llama llama-biases qwen2 qwen2-untied shards".split(),
 )
 def test_logits_equal_transformers(tmp_path, made):
     hf = make_checkpoint(tmp_path, **made)
