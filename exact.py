@@ -49,7 +49,7 @@ FORGET = 1 / 256  # of what was seen, with each dense step that no draft precede
 class Drafts:
     """What one row has fed since its last dense pass, and how often dense decoding has agreed so far."""
 
-    fed: list = field(default_factory=list)  # (token, trigger state after it): a certain token, then drafts
+    fed: list = field(default_factory=list)  # (token, trigger after it): a certain token, then drafts
     classes: list = field(default_factory=list)  # of the drafts, by lead
     chance: float = 1.0  # that all drafts are right
     cost: float = 1.0  # of one more draft, f + c
@@ -70,12 +70,12 @@ class Drafts:
         self.round_cost += self.cost
         self.chance *= self.right[i] / self.seen[i]
 
-    def should_verify(self, token: int, armed: str, base: float, cost: float) -> bool:
-        """Take in a token that is fed next, `armed` the trigger's state after it, and decide whether its pass
+    def should_verify(self, token: int, trigger, base: float, cost: float) -> bool:
+        """Take in a token that is fed next, with the trigger after it, and decide whether its pass
         must be dense, rather than a fast step that drafts another token; base is b, cost f + c.  Nothing
         drafted yet: whether drafts cannot pay.
         """
-        self.fed.append((token, armed))
+        self.fed.append((token, trigger))
         self.cost, mean = cost, sum(self.right) / sum(self.seen)
         if self.classes:
             return self.chance * mean <= self.rate * cost
@@ -156,7 +156,7 @@ class Speculation:
             return reason
         if not row.unverified:
             drafts.start_round()
-        doubt = drafts.should_verify(token, row.armed, *self.costs(b))
+        doubt = drafts.should_verify(token, row.trigger, *self.costs(b))
         if doubt and not row.unverified and reason != "short":
             return "dense"
         if reason != "fast":
@@ -197,7 +197,7 @@ class Speculation:
         row, drafts = self.engine.rows[b], self.drafts[b]
         accepted = drafts.accept(picked)
         self.engine.cut(b, row.length - (len(picked) - 1 - accepted))
-        _, row.armed = drafts.fed[accepted]
+        _, row.trigger = drafts.fed[accepted]
         return accepted
 
     def costs(self, b: int) -> tuple[float, float]:

@@ -25,6 +25,7 @@ OTHER_FUSION = 0.25
 NMS_RADIUS = 16  # tokens to either side
 HEAD_TEMPERATURE, HEAD_WEIGHT = 2.0, 0.85
 TINY = 1e-12
+PAST = 9.0  # what earlier refreshes saw counts so many times the present one (ours)
 FOLLOWERS, FOLLOWED = 16, 0.01  # the 16 tokens after one score at least 1 % of its attention (ours)
 
 
@@ -80,14 +81,14 @@ def evidence(scores):
 def follow(scores, key_norm, past, cfg):
     """Score (K, M) of `follow`.
 
-    f is the mean attention over the evidence rows.  past: f is averaged with what earlier refreshes gave, so
-    that older ones fade by half each time; a slow step has one query, which alone is too little evidence.
+    f is the mean attention over the evidence rows.  past: f is averaged with what earlier refreshes gave,
+    which has PAST times its weight, so the prompt's evidence fades slowly; a slow step has few queries.
     heads: then f is averaged with its mean over the KV heads.  followers: copying walks along the text, so a
     token counts at least FOLLOWED times the largest p of the FOLLOWERS tokens before it, over all rows.
     """
     f, peak = evidence(scores)
     if cfg.runs("past"):
-        f = f + past
+        f = f + PAST * past
         f = past.copy_(f / f.sum(-1, keepdim=True))
     if cfg.runs("heads"):
         f = (f + f.mean(0)) / 2
@@ -169,10 +170,17 @@ class Selector(NamedTuple):
     """A way to score the candidates."""
 
     score: Callable  # (scores (K, R, M), key_norm (K, M), past (K, M), cfg) -> (K, M), the larger the better
-    steps: tuple[str, ...] = ()  # parts of it that can be switched off; `cfg.runs(step)` says which run
+    steps: tuple[str, ...]  # parts of it that can be switched off; `cfg.runs(step)` says which run
+    settings: dict  # of SFIConfig, where none are given: when it looks, and with which queries
 
 
 SELECTORS = {
-    "follow": Selector(follow, ("past", "heads", "followers")),
-    "paper": Selector(paper, ("power_mean", "prior", "nms", "exclusive")),
+    "follow": Selector(
+        follow, ("past", "heads", "followers"), dict(delay=10, min_gap=4, n_evidence=64, reread=4)
+    ),
+    "paper": Selector(
+        paper,
+        ("power_mean", "prior", "nms", "exclusive"),
+        dict(delay=0, min_gap=16, n_evidence=16, reread=1),
+    ),
 }

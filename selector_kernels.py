@@ -74,7 +74,7 @@ def evidence_kernel(
     PAST: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """f and the largest p of `selector.follow`, p_r = e^(s_r - lse_r): f is the mean over the R rows, with
-    PAST (f + past) / sum(f + past), which becomes past.
+    PAST (f + PAST * past) / sum(f + PAST * past), which becomes past.
     """
     block, bk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     j = block * CHUNK + tl.arange(0, CHUNK)
@@ -90,8 +90,8 @@ def evidence_kernel(
     f = f / R
     if PAST:
         i = tl.arange(0, BLOCKS)
-        total = 1.0 + tl.sum(tl.load(past_sums + bk * blocks + i, mask=i < blocks, other=0.0), 0)
-        f = (f + tl.load(past + bk * s_max + j, mask=inside, other=0.0)) / total
+        total = 1.0 + PAST * tl.sum(tl.load(past_sums + bk * blocks + i, mask=i < blocks, other=0.0), 0)
+        f = (f + PAST * tl.load(past + bk * s_max + j, mask=inside, other=0.0)) / total
         tl.store(past + bk * s_max + j, f, mask=inside)
     tl.store(f_out + bk * width + j, f, mask=j < width)
     tl.store(peak_out + bk * width + j, peak, mask=j < width)
@@ -347,7 +347,7 @@ def follow(passes: Passes, key_norm, past, cfg):
     f, peak, score = p.new(p.width), p.new(p.width), p.new(p.width)
     p.run(
         evidence_kernel, p.scores, lse, past, sums, f, peak, p.recent_start, p.n_sink, p.R, p.width,
-        past.shape[2], p.n_kv, p.blocks, PAST=keeps, TILE=TILE, BLOCKS=power_of_2(p.blocks),
+        past.shape[2], p.n_kv, p.blocks, PAST=selector.PAST if keeps else 0.0, TILE=TILE, BLOCKS=power_of_2(p.blocks),
     )  # fmt: skip
     weight = selector.FOLLOWED if cfg.runs("followers") else 0.0
     reach = selector.FOLLOWERS if cfg.runs("followers") else 0

@@ -11,7 +11,6 @@ pass reading other slots.  `decide` says what a step is, `Engine.run` runs a pas
 the loop.  Letters: see `model.py`.  Positions are absolute.  Read before: `memory.py`; next: `exact.py`.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from memory import REFERENCE, SlowFastCache
 from model import NotFinite
 from sampling import GREEDY, draw, sound
 from selector import FUSIONS, SELECTORS
+from trigger import Trigger, look
 
 POLICIES = ("sentence", "fixed", "never", "window", "dense")
 WHEN = "when a step is slow: at sentence starts, at a fixed period, never, never and with N = 0, always"
@@ -42,9 +42,11 @@ class SFIConfig:
     n_select: int = option(1536, "N: tokens that each KV head selects at a refresh")
     n_recent: int = option(256, "last tokens visible at a refresh, at least")
     align: int = option(16, "the recent window starts at a multiple of this")
-    min_gap: int = option(16, "a sentence start makes a slow step only after this many fast ones")
     max_interval: int = option(64, "a slow step comes after this many fast ones at the latest")
-    n_evidence: int = option(16, "last queries of a dense pass whose attention decides the selection")
+    delay: int | None = option(None, "a slow step comes after a sentence's first name, or so far in")
+    min_gap: int | None = option(None, "but only after this many fast ones")
+    n_evidence: int | None = option(None, "last queries of the prompt whose attention decides the selection")
+    reread: int | None = option(None, "last tokens that a slow step reads; their queries decide")
     policy: str = option("sentence", WHEN, POLICIES)
     selector: str = option("follow", "how tokens are selected", tuple(SELECTORS))
     steps: tuple[str, ...] | None = option(None, "selector steps to run, such as past,heads; none given: all")
@@ -57,9 +59,12 @@ class SFIConfig:
     )
 
     def __post_init__(self):
-        least = dict(n_sink=0, n_select=0, n_recent=1, align=1, min_gap=0, max_interval=1, n_evidence=1)
-        for name, low in least.items():
+        least = dict(n_sink=0, n_select=0, n_recent=1, align=1, max_interval=1)
+        own = dict(delay=0, min_gap=0, n_evidence=1, reread=1)  # None: the selector's
+        for name, low in (least | own).items():
             value = getattr(self, name)
+            if value is None and name in own:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"{name} = {value!r}; allowed is a whole number of tokens, {low} or more")
         for f in fields(self):
@@ -67,6 +72,10 @@ class SFIConfig:
                 raise ValueError(
                     f"{f.name} = {getattr(self, f.name)!r}; allowed are {', '.join(f.metadata['choices'])}"
                 )
+        most = dict(n_evidence=self.n_recent, reread=self.n_recent, min_gap=self.max_interval)
+        for name, value in SELECTORS[self.selector].settings.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, min(value, most.get(name, value)))
         if self.steps is not None:
             object.__setattr__(self, "steps", tuple(self.steps))
             if unknown := set(self.steps) - set(known := SELECTORS[self.selector].steps):
@@ -93,6 +102,8 @@ class SFIConfig:
                 f"n_recent = {self.n_recent}; allowed is at least n_evidence = {self.n_evidence}, so that "
                 "every evidence query sees all candidates: raise n_recent or lower n_evidence"
             )
+        if self.n_recent < self.reread:
+            raise ValueError(f"reread = {self.reread}; allowed is at most n_recent = {self.n_recent}")
 
     @property
     def budget(self) -> int:
@@ -123,61 +134,40 @@ class SFIConfig:
         return -(-slots // self.align) * self.align
 
 
-CLOSERS = r"""["'”’»›\)\]\}）］｝】〕」』》〉]"""
-ENDED = re.compile(rf"([.?!…。？！])(?:{CLOSERS}|\s)*\Z")
-ONLY_CLOSERS = re.compile(rf"(?:{CLOSERS}|\s)*\Z")
-
-
-def advance(armed: str, text: str) -> tuple[str, bool]:
-    """Read one generated token's text: (armed, fires); a token that fires starts a new sentence.
-
-    `armed` is "no", "space" (a sentence has ended; white space must come next) or "ready" (a new one may
-    start).  A start whose first letter is lower-case does not fire ("e.g. the").  An ender split over several
-    byte tokens is not seen.
-    """
-    if ended := ENDED.search(text):
-        return ("ready" if text[-1].isspace() or ended[1] in "。？！" else "space"), False
-    if armed != "no" and ONLY_CLOSERS.match(text):
-        return ("ready" if re.search(r"\s", text) else armed), False
-    if armed == "ready" or (armed == "space" and text[:1].isspace()):
-        letter = next((c for c in text if c.isalpha()), "")
-        return "no", not letter.islower()
-    return "no", False
-
-
 @dataclass
 class Row:
     """State of one sequence."""
 
     length: int = 0  # tokens in the full cache
+    tokens: list = field(default_factory=list)  # these tokens
     memory: int = 0  # tokens in the compact memory; 0: it has none, so every step is dense
     recent_start: int = 0  # position where the memory's recent window starts
-    armed: str = "no"  # trigger: see `advance`
+    trigger: Trigger = Trigger()
     since: int = 0  # fast steps since the last dense pass (policy window: since the last re-anchoring)
     unverified: int = 0  # exact mode: tokens at the end of `length` that only fast steps have read
 
 
-def decide(row: Row, cfg: SFIConfig, text: str) -> tuple[str, str]:
+def decide(row: Row, cfg: SFIConfig, text: str) -> tuple[Trigger, str]:
     """What the step that feeds a token of this text to a row is: (the trigger's new state, the reason).
 
     The reason is one of SLOW_REASONS, or "fast", or "re-anchor": fast, after sinks and window have been
     copied anew from the cache (policy window).
     """
-    armed, fires = advance(row.armed, text)
+    trigger, looks = look(row.trigger, text, cfg.delay)
     length = row.length + (cfg.policy != "window")  # which copies its memory before this token is cached
     if cfg.policy == "dense":
-        return armed, "dense"
+        return trigger, "dense"
     if not row.memory and cfg.candidates(length) <= cfg.budget:
-        return armed, "short"
+        return trigger, "short"
     if cfg.policy == "window":
-        return armed, "fast" if row.memory and row.since < cfg.max_interval else "re-anchor"
+        return trigger, "fast" if row.memory and row.since < cfg.max_interval else "re-anchor"
     if not row.memory:
-        return armed, "first"
-    if cfg.policy == "sentence" and fires and row.since >= cfg.min_gap:
-        return armed, "sentence"
+        return trigger, "first"
+    if cfg.policy == "sentence" and looks and row.since >= cfg.min_gap:
+        return trigger, "sentence"
     if cfg.policy != "never" and row.since >= cfg.max_interval:
-        return armed, "interval"
-    return armed, "fast"
+        return trigger, "interval"
+    return trigger, "fast"
 
 
 class RowStep(NamedTuple):
@@ -227,7 +217,8 @@ class Engine:
         """An engine of another configuration with the same tokens cached, to be continued with `prefill`."""
         sizes = dict(batch=len(self.rows), max_length=self.max_length, new_tokens=self.new_tokens)
         other = Engine(self.model, cfg, self.token_text, ops=self.cache.ops, **sizes)
-        other.rows = [Row(length=row.length - row.unverified) for row in self.rows]
+        lengths = [row.length - row.unverified for row in self.rows]
+        other.rows = [Row(n, row.tokens[:n]) for n, row in zip(lengths, self.rows, strict=True)]
         other.cache.copy_from(self.cache, max(row.length for row in other.rows))
         return other
 
@@ -248,7 +239,7 @@ class Engine:
             if not sound(logits):
                 raise NotFinite("logits")
             progress(len(piece))
-        self.rows[b].armed = "no"
+        self.rows[b].trigger = Trigger()
         return logits, row_step
 
     def dense_pass(self, b: int, tokens: list[int], reason: str, *, refresh=True, n_logits=1, drafted=0):
@@ -259,6 +250,7 @@ class Engine:
         """
         row, cfg = self.rows[b], self.cfg
         length = row.length + len(tokens)
+        row.tokens += tokens
         plan = RowStep(reason, self.cache.cap, length, length, drafted=drafted)
         if refresh and cfg.policy != "dense" and cfg.candidates(length) > cfg.budget:
             plan = plan._replace(recent_start=cfg.recent_start(length - drafted))
@@ -282,15 +274,31 @@ class Engine:
         """What the step that feeds row b a token is; advances its trigger."""
         if token is None:
             return "ended"
-        self.rows[b].armed, reason = decide(self.rows[b], self.cfg, self.token_text(token))
+        self.rows[b].trigger, reason = decide(self.rows[b], self.cfg, self.token_text(token))
         return reason
 
     def feed(self, tokens: list[int | None], reasons: list[str]):
-        """Feed a token to every row in one pass, each as its reason says; as `step`."""
+        """Feed a token to every row, each as its reason says; as `step`.
+
+        Rows that choose a new memory read their last cfg.reread tokens anew, in a pass of their own.
+        """
         plans = [self.plan(b, reason) for b, reason in enumerate(reasons)]
-        fed = [[0 if reason == "ended" else token] for token, reason in zip(tokens, reasons, strict=True)]
-        logits = self.run(0, fed, plans)[:, -1]
+        live = [b for b, plan in enumerate(plans) if plan.reason != "ended"]
+        for b in live:
+            self.rows[b].tokens.append(tokens[b])
+        slow = [] if self.cfg.exact else [b for b in live if plans[b].refresh]
+        if len(slow) in (0, len(live)) or self.cfg.reread == 1:
+            logits = self.together(live, plans, self.cfg.reread if slow else 1)
+        else:
+            logits = self.together([b for b in live if b not in slow], plans, 1)
+            logits[slow] = self.together(slow, plans, self.cfg.reread)[slow]
         return logits, [self.record(row, plan) for row, plan in zip(self.rows, plans, strict=True)]
+
+    def together(self, rows: list[int], plans: list[RowStep], T: int):
+        """One pass of the last T tokens of these rows, as `plans` says.  Returns logits (B, V)."""
+        plans = [plan if b in rows else RowStep() for b, plan in enumerate(plans)]
+        fed = [row.tokens[-T:] if b in rows else [0] * T for b, row in enumerate(self.rows)]
+        return self.run(0, fed, plans)[:, -1]
 
     def pick(self, logits, sampling=GREEDY) -> list[int]:
         """The next token of every row, from the logits (B, V) of the last step: the one host read of a step.
@@ -309,9 +317,10 @@ class Engine:
         if not 0 <= length <= row.length:
             raise ValueError(f"cannot cut row {b} to {length} tokens; it has {row.length}")
         removed = row.length - length
+        del row.tokens[length:]
         row.length, row.since = length, max(row.since - removed, 0)
         row.unverified = max(row.unverified - removed, 0)
-        row.armed = "no" if removed else row.armed
+        row.trigger = Trigger() if removed else row.trigger
         if row.memory and length >= row.recent_start and self.cfg.candidates(length) > self.cfg.budget:
             row.memory -= removed
         elif removed:

@@ -25,7 +25,7 @@ from memory import REFERENCE
 from model import NotFinite
 from sampling import GREEDY, Sampling
 from selector import SELECTORS
-from sfi import Engine, SFIConfig, advance, decode
+from sfi import Engine, SFIConfig, decode
 from tests.naive import CONFIGS, Naive
 from tests.tiny import (
     SMALL,
@@ -39,6 +39,7 @@ from tests.tiny import (
     tiny_model,
     token_text,
 )
+from trigger import advance
 
 DENSE = SFIConfig(policy="dense")
 EXACT = replace(SMALL, exact=True, draft_cost=0.0)

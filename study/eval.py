@@ -45,7 +45,7 @@ CHOICES = {  # of policy sentence; every other policy selects with the first
     "paper geometric": dict(selector="paper", fusion="geometric"),
     **{
         f"{name} without {step}": dict(selector=name, steps=tuple(s for s in steps if s != step))
-        for name, (_, steps) in SELECTORS.items()
+        for name, (_, steps, _) in SELECTORS.items()
         for step in steps
     },
 }

@@ -22,8 +22,9 @@ def force(engine: Engine, b: int, tokens: list[int]):
         fed, row_steps = zip(*waiting, strict=True)
         waiting.clear()
         engine.passes.clear()
-        plan = row_steps[-1]._replace(slot=row_steps[0].slot)
-        logits = engine.run(b, [fed], [plan], n_logits=len(fed))[0]
+        plan, n = row_steps[-1]._replace(slot=row_steps[0].slot), len(fed)
+        fed = row.tokens[-engine.cfg.reread :] if plan.refresh else fed
+        logits = engine.run(b, [fed], [plan], n_logits=n)[0]
         if not sound(logits):
             raise ValueError(where_not_finite(engine))
         return logits, row_steps
@@ -34,6 +35,7 @@ def force(engine: Engine, b: int, tokens: list[int]):
         plan = engine.plan(b, engine.next_reason(b, token))
         if waiting and (plan.refresh or plan.reason != waiting[-1][1].reason):
             yield passed()
+        row.tokens.append(token)
         waiting.append((token, engine.record(row, plan)))
         if plan.refresh:
             yield passed()

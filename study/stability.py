@@ -24,8 +24,9 @@ from command.loading import load
 from command.machine import choose_backend
 from command.parser import Parser
 from command.text import Text
-from sfi import Engine, SFIConfig, advance
+from sfi import Engine, SFIConfig
 from study.eval import check_trained, interval, samples
+from trigger import advance
 
 DISTANCES = ((1, 1), (2, 4), (5, 8), (9, 16), (17, 32), (33, 64))
 PLACES = ("same sentence", "next sentence", "later sentence")

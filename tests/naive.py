@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from selector import select_row
-from sfi import advance
 from tests.tiny import SMALL, token_text
+from trigger import Trigger, look
 
 
 class Naive:
@@ -17,9 +17,10 @@ class Naive:
     def __init__(self, model, cfg):
         self.model, self.cfg = model, cfg
         self.k, self.v = ([[] for _ in range(model.config.num_hidden_layers)] for _ in range(2))
+        self.tokens = []
         self.visible = None  # per layer and KV head: the set of positions in the memory
         self.past = [torch.zeros(3, 0) for _ in self.k]  # what selector `follow` remembers, per layer
-        self.armed, self.since, self.reasons = "no", 0, []
+        self.trigger, self.since, self.reasons = Trigger(), 0, []
 
     def forward(self, tokens, dense, refresh):
         first, n_evidence = len(self.k[0]), min(self.cfg.n_evidence, len(tokens))
@@ -66,14 +67,15 @@ class Naive:
         return logits
 
     def prefill(self, tokens):
-        self.armed, self.since = "no", 0
+        self.trigger, self.since = Trigger(), 0
+        self.tokens += tokens
         total = len(self.k[0]) + len(tokens)
         refresh = self.cfg.policy != "dense" and self.cfg.candidates(total) > self.cfg.budget
         return self.forward(tokens, True, refresh)
 
     def step(self, token):
         cfg, n = self.cfg, len(self.k[0])
-        self.armed, fires = advance(self.armed, token_text(token))
+        self.trigger, looks = look(self.trigger, token_text(token), cfg.delay)
         slow = None
         if cfg.policy == "dense":
             slow = "dense"
@@ -86,17 +88,25 @@ class Naive:
                 self.since = 0
         elif self.visible is None:
             slow = "first"
-        elif cfg.policy == "sentence" and fires and self.since >= cfg.min_gap:
+        elif cfg.policy == "sentence" and looks and self.since >= cfg.min_gap:
             slow = "sentence"
         elif cfg.policy in ("sentence", "fixed") and self.since == cfg.max_interval:
             slow = "interval"
         self.reasons.append(slow or "fast")
         self.since = 0 if slow else self.since + 1
-        return self.forward([token], bool(slow), slow not in (None, "short", "dense"))
+        self.tokens.append(token)
+        refresh = slow not in (None, "short", "dense")
+        again = self.cfg.reread if refresh else 1  # the last tokens are forgotten and read anew
+        for layer in (*self.k, *self.v):
+            del layer[n + 1 - again :]
+        return self.forward(self.tokens[-again:], bool(slow), refresh)
 
 
 CONFIGS = {
     "sentence-follow": SMALL,
+    "delayed": replace(SMALL, delay=2),
+    "reread": replace(SMALL, delay=1, reread=3),
+    "reread-more": replace(SMALL, min_gap=2, max_interval=4, reread=7),
     "sentence-paper": replace(SMALL, selector="paper"),
     "geometric": replace(SMALL, selector="paper", fusion="geometric"),
     "fixed": replace(SMALL, policy="fixed", max_interval=5),

@@ -18,6 +18,7 @@ from sfi import Engine, SFIConfig, decode
 from study.forcing import force
 from tests.naive import CONFIGS, Naive
 from tests.tiny import SMALL, decoded, dense_logits, poisoned, prompt, token_text
+from trigger import Trigger
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ from tests.tiny import SMALL, decoded, dense_logits, poisoned, prompt, token_tex
         (dict(max_interval=0), "max_interval = 0; allowed"),
         (dict(n_evidence=0), "n_evidence = 0; allowed"),
         (dict(min_gap=65), "min_gap = 65; allowed is at most max_interval = 64"),
-        (dict(n_recent=15), "n_recent = 15; allowed is at least n_evidence = 16"),
+        (dict(n_recent=15, n_evidence=16), "n_recent = 15; allowed is at least n_evidence = 16"),
         (dict(policy="often"), "policy = 'often'; allowed are sentence, fixed, never, window, dense"),
         (dict(selector="best"), "selector = 'best'; allowed are follow, paper"),
         (dict(fusion="harmonic"), "fusion = 'harmonic'; allowed"),
@@ -46,17 +47,15 @@ def test_config_errors_say_got_and_allowed(change, message):
 
 
 def test_config_defaults_are_the_specified_ones():
-    c = SFIConfig()
-    assert (c.n_sink, c.n_select, c.n_recent, c.align, c.min_gap, c.max_interval, c.n_evidence) == (
-        4,
-        1536,
-        256,
-        16,
-        16,
-        64,
-        16,
-    )
+    """`paper` brings the published settings with it, `follow` its own; numbers given come first."""
+    c, paper = SFIConfig(), SFIConfig(selector="paper")
+    assert (c.n_sink, c.n_select, c.n_recent, c.align, c.max_interval) == (4, 1536, 256, 16, 64)
     assert (c.policy, c.selector) == ("sentence", "follow")
+    own = lambda c: (c.delay, c.min_gap, c.n_evidence, c.reread)
+    assert own(c) == (10, 4, 64, 4) and own(paper) == (0, 16, 16, 1)
+    assert paper == SFIConfig(selector="paper", delay=0)
+    assert own(SFIConfig(n_recent=3, max_interval=2)) == (10, 2, 3, 3)
+    assert own(SFIConfig(delay=2, min_gap=9, n_evidence=7, reread=1)) == (2, 9, 7, 1)
 
 
 def test_recent_window_and_candidates_to_the_token():
@@ -320,7 +319,7 @@ def test_more_prompt_after_some_steps(tiny):
         engine.prefill(0, prompt(9, 8))[0][0], naive.prefill(prompt(9, 8)), atol=1e-4, rtol=0
     )
     row = engine.rows[0]
-    assert (row.armed, row.since, row.length) == ("no", 0, 72)
+    assert (row.trigger, row.since, row.length) == (Trigger(), 0, 72)
     torch.testing.assert_close(engine.step([3])[0][0], naive.step(3), atol=1e-4, rtol=0)
 
 

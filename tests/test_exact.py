@@ -10,11 +10,12 @@ import torch
 from command.report import Tally
 from exact import LONG_PASS_COST, PASS_COST, RIGHT, SEEN, Drafts, Speculation
 from sampling import GREEDY, Sampling
-from sfi import Engine, SFIConfig, advance, decode
+from sfi import Engine, SFIConfig, decode
 from study import exactness
 from study.forcing import force
 from tests.conftest import FLAGS, run
 from tests.tiny import SMALL, decoded, prompt, token_text
+from trigger import advance
 
 EXACT = replace(SMALL, exact=True, draft_cost=0.0)
 DENSE = SFIConfig(policy="dense")
@@ -171,7 +172,7 @@ def test_the_trigger_forgets_wrong_drafts(tiny):
             before, _ = advance(before, token_text(token))
             _, (did,), _ = speculation.step([token], [i + 1 if i == len(drafts) else 1000])
         assert did.drafted == len(drafts) and did.accepted == 0
-        assert row.armed == want != before
+        assert row.trigger.armed == want != before
 
 
 @pytest.mark.parametrize("then", ["prefill", "step", "fork"])

@@ -78,8 +78,8 @@ def loop_follow(scores, past, n, steps):
     f = [[sum(p[h][r][j] for r in range(R)) / R for j in range(M)] for h in range(K)]
     if "past" in steps:
         old = past.double().tolist()
-        total = [sum(f[h]) + sum(old[h]) for h in range(K)]
-        f = past = [[(f[h][j] + old[h][j]) / total[h] for j in range(M)] for h in range(K)]
+        total = [sum(f[h]) + 9 * sum(old[h]) for h in range(K)]
+        f = past = [[(f[h][j] + 9 * old[h][j]) / total[h] for j in range(M)] for h in range(K)]
     if "heads" in steps:
         f = [[f[h][j] / 2 + sum(f[i][j] for i in range(K)) / K / 2 for j in range(M)] for h in range(K)]
     chosen = []

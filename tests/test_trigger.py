@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from command.text import Text
-from sfi import Row, SFIConfig, advance, decide
+from sfi import Row, SFIConfig, decide
 from tests.conftest import SHARED
+from trigger import Trigger, advance, look
 
 # SmolLM2 has no token for these characters: 他 comes in bytes, the first of which fires, and the bytes of ？
 # are no ender.
@@ -83,25 +84,30 @@ def test_trigger_rules(pieces, want):
 TABLE = [  # policy, row before the step, text of the token, what the step is
     ("dense", Row(length=60), " it", "dense"),
     ("sentence", Row(length=22), " it", "short"),
-    ("sentence", Row(length=22, armed="ready"), "It", "short"),
+    ("sentence", Row(length=22, trigger=Trigger("ready")), "It", "short"),
     ("sentence", Row(length=23), " it", "first"),
     ("sentence", Row(length=60), " it", "first"),
     ("sentence", Row(length=60, memory=20), " it", "fast"),
-    ("sentence", Row(length=60, memory=20, armed="ready", since=2), "It", "fast"),  # inside min_gap
-    ("sentence", Row(length=60, memory=20, armed="ready", since=3), "It", "sentence"),
-    ("sentence", Row(length=60, memory=20, armed="ready", since=3), "it", "fast"),
-    ("sentence", Row(length=60, memory=20, armed="space", since=3), " It", "sentence"),
+    (
+        "sentence",
+        Row(length=60, memory=20, trigger=Trigger("ready"), since=2),
+        "It",
+        "fast",
+    ),  # inside min_gap
+    ("sentence", Row(length=60, memory=20, trigger=Trigger("ready"), since=3), "It", "sentence"),
+    ("sentence", Row(length=60, memory=20, trigger=Trigger("ready"), since=3), "it", "fast"),
+    ("sentence", Row(length=60, memory=20, trigger=Trigger("space"), since=3), " It", "sentence"),
     ("sentence", Row(length=60, memory=20, since=6), " it", "fast"),
     ("sentence", Row(length=60, memory=20, since=7), " it", "interval"),
-    ("sentence", Row(length=60, memory=20, armed="ready", since=7), "It", "sentence"),
+    ("sentence", Row(length=60, memory=20, trigger=Trigger("ready"), since=7), "It", "sentence"),
     ("sentence", Row(length=20, memory=20), " it", "fast"),  # with a memory it is used, however short the row
-    ("fixed", Row(length=60, memory=20, armed="ready", since=3), "It", "fast"),
+    ("fixed", Row(length=60, memory=20, trigger=Trigger("ready"), since=3), "It", "fast"),
     ("fixed", Row(length=60, memory=20, since=7), " it", "interval"),
     ("never", Row(length=23), " it", "first"),
-    ("never", Row(length=60, memory=20, armed="ready", since=99), "It", "fast"),
+    ("never", Row(length=60, memory=20, trigger=Trigger("ready"), since=99), "It", "fast"),
     ("window", Row(length=11), " it", "short"),
     ("window", Row(length=12), " it", "re-anchor"),
-    ("window", Row(length=60, memory=20, armed="ready", since=6), "It", "fast"),
+    ("window", Row(length=60, memory=20, trigger=Trigger("ready"), since=6), "It", "fast"),
     ("window", Row(length=60, memory=20, since=7), " it", "re-anchor"),
 ]
 
@@ -110,6 +116,49 @@ TABLE = [  # policy, row before the step, text of the token, what the step is
 def test_what_a_row_does_next(policy, row, text, want):
     sizes = dict(n_sink=2, n_select=10, n_recent=8, align=4, min_gap=3, max_interval=7, n_evidence=5)
     before = replace(row)
-    armed, reason = decide(row, SFIConfig(policy=policy, **sizes), text)
+    trigger, reason = decide(row, SFIConfig(policy=policy, delay=0, **sizes), text)
     assert reason == want and row == before
-    assert armed == advance(row.armed, text)[0]
+    assert trigger == look(row.trigger, text, 0)[0]
+
+
+SAID = {
+    "no name": [*"A| man|.| He| ran| up| the| hill| to| see|.| No|.| So| it| was".split("|")],
+    "name": [".", " The", " age", " of", " Mar", "y", " Lee", " is", " not", " told", "."],
+    "name first": [".", " Mar", "y", " Lee", ",", " who", " ran"],
+    "one name first": [".", " Mary", " ran", " up", " the", " hill"],
+    "number": [".", " In", " ", "4", "7", " men", " ran"],
+    "quoted": [".", ' "', "I", " saw", " Ann", "\n", " ran"],
+    "Chinese": ["。", "他", "说", "他", "在", "北", "京", "。"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text, delay, min_gap, slow",
+    [
+        ("no name", 0, 0, [3, 11, 13]),  # the paper's rule
+        ("no name", 1, 0, [4, 12, 14]),
+        ("no name", 2, 0, [5, 15]),  # the sentence "No." has no more than two tokens
+        ("no name", 7, 0, [10]),  # its last token
+        ("no name", 8, 0, []),
+        ("no name", 0, 5, [11]),  # 3 fast steps are too few for the first, 1 for the last
+        ("no name", 2, 5, [5, 15]),
+        ("no name", 4, 9, []),
+        ("name", 0, 0, [1]),
+        ("name", 2, 0, [3]),
+        ("name", 10, 0, [7]),  # the first word after the name, and not again
+        ("name first", 10, 0, [5]),
+        ("one name first", 10, 0, []),  # its capital is the sentence's
+        ("one name first", 3, 0, [4]),
+        ("number", 10, 0, [5]),
+        ("quoted", 10, 0, [5]),  # a line break, too, begins something new
+        ("Chinese", 4, 0, [5]),
+    ],
+)
+def test_a_sentence_is_looked_up_when_it_has_named_something(text, delay, min_gap, slow):
+    """`since` counts from 0 before the text; a sentence that ends before its slow step has none."""
+    row, cfg, found = Row(length=10**6, memory=1), SFIConfig(delay=delay, min_gap=min_gap), []
+    for t, piece in enumerate(SAID[text]):
+        row.trigger, reason = decide(row, cfg, piece)
+        row.since = 0 if reason == "sentence" else row.since + 1
+        found += [t] * (reason == "sentence")
+    assert found == slow

@@ -46,7 +46,9 @@ BASE = dict(
 
 
 # A configuration under which a short prompt sees fast and slow steps.
-SMALL = SFIConfig(n_sink=2, n_select=10, n_recent=8, align=4, min_gap=3, max_interval=7, n_evidence=5)
+SMALL = SFIConfig(
+    n_sink=2, n_select=10, n_recent=8, align=4, delay=0, min_gap=3, max_interval=7, n_evidence=5, reread=1
+)
 WORDS = [
     " the",
     " sea",

@@ -1,0 +1,55 @@
+"""When a sentence has said what it is about: the trigger of slow steps, on the texts of generated tokens.
+
+The paper makes the slow step at a sentence's first token.  Its one query does not know yet what the sentence
+will need; once a subject is named, the same step finds it (study/RESULTS.md).  So here the slow step comes
+with the first word after a name or a number, and after `delay` tokens at the latest; a delay of 0 is the
+paper's rule.  Pure functions of text, for any tokenizer.  Read before: `selector.py`; next: `sfi.py`.
+"""
+
+import re
+from typing import NamedTuple
+
+CLOSERS = r"""["'”’»›\)\]\}）］｝】〕」』》〉]"""
+ENDED = re.compile(rf"([.?!…。？！])(?:{CLOSERS}|\s)*\Z")
+ONLY_CLOSERS = re.compile(rf"(?:{CLOSERS}|\s)*\Z")
+
+
+def advance(armed: str, text: str) -> tuple[str, bool]:
+    """Read one generated token's text: (armed, starts), whether it starts a new sentence.
+
+    `armed` is "no", "space" (a sentence has ended; white space must come next) or "ready" (a new one may
+    start).  A start whose first letter is lower-case is none ("e.g. the").  An ender split over several byte
+    tokens is not seen.
+    """
+    if ended := ENDED.search(text):
+        return ("ready" if text[-1].isspace() or ended[1] in "。？！" else "space"), False
+    if armed != "no" and ONLY_CLOSERS.match(text):
+        return ("ready" if re.search(r"\s", text) else armed), False
+    if armed == "ready" or (armed == "space" and text[:1].isspace()):
+        letter = next((c for c in text if c.isalpha()), "")
+        return "no", not letter.islower()
+    return "no", False
+
+
+class Trigger(NamedTuple):
+    """Where a row stands in its sentence."""
+
+    armed: str = "no"  # see `advance`
+    place: int = -1  # tokens since the sentence's first; -1: its look has been, or no sentence has begun
+    named: bool = False  # whether it has named something
+
+
+def look(trigger: Trigger, text: str, delay: int) -> tuple[Trigger, bool]:
+    """Read one generated token's text: (the trigger after it, whether its step should look at everything).
+
+    A sentence is looked up once: with the first new word after a name (a word with a capital, the sentence's
+    first token apart) or a number, and `delay` tokens after its start if there was none.
+    """
+    armed, starts = advance(trigger.armed, text)
+    place = 0 if starts else trigger.place + 1 if trigger.place >= 0 else -1
+    word = text.lstrip()
+    after_name = trigger.named and text[:1].isspace() and not word[:1].isupper()
+    if place == delay or (place > 0 and after_name):
+        return Trigger(armed), True
+    named = place > 0 and (trigger.named or word[:1].isupper() or word[:1].isdigit())
+    return Trigger(armed, place, named), False
