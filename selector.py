@@ -176,7 +176,7 @@ class Selector(NamedTuple):
 
 SELECTORS = {
     "follow": Selector(
-        follow, ("past", "heads", "followers"), dict(delay=10, min_gap=4, n_evidence=64, reread=4)
+        follow, ("past", "heads", "followers"), dict(delay=16, min_gap=4, n_evidence=64, reread=4)
     ),
     "paper": Selector(
         paper,

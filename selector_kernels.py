@@ -347,7 +347,8 @@ def follow(passes: Passes, key_norm, past, cfg):
     f, peak, score = p.new(p.width), p.new(p.width), p.new(p.width)
     p.run(
         evidence_kernel, p.scores, lse, past, sums, f, peak, p.recent_start, p.n_sink, p.R, p.width,
-        past.shape[2], p.n_kv, p.blocks, PAST=selector.PAST if keeps else 0.0, TILE=TILE, BLOCKS=power_of_2(p.blocks),
+        past.shape[2], p.n_kv, p.blocks, PAST=selector.PAST if keeps else 0.0, TILE=TILE,
+        BLOCKS=power_of_2(p.blocks),
     )  # fmt: skip
     weight = selector.FOLLOWED if cfg.runs("followers") else 0.0
     reach = selector.FOLLOWERS if cfg.runs("followers") else 0

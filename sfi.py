@@ -142,7 +142,7 @@ class Row:
     tokens: list = field(default_factory=list)  # these tokens
     memory: int = 0  # tokens in the compact memory; 0: it has none, so every step is dense
     recent_start: int = 0  # position where the memory's recent window starts
-    trigger: Trigger = Trigger()
+    trigger: Trigger = field(default_factory=Trigger)
     since: int = 0  # fast steps since the last dense pass (policy window: since the last re-anchoring)
     unverified: int = 0  # exact mode: tokens at the end of `length` that only fast steps have read
 

@@ -1,21 +1,22 @@
-"""Quality: what Slow-Fast Inference keeps of dense decoding, on a real model.
+"""Quality: what Slow-Fast Inference and its peers keep of dense decoding, on a real model.
 
-    python -m study.eval --task continue keys --samples 100 --share 0.125
+    python -m study.eval --task walk copy --method sfi once window snapkv --samples 100 --share 0.125
 
-Every prompt is prefilled once; each row of the comparison, a policy with a selector at one budget, continues
-from a copy of that cache.  The budget is the share of the context that a fast step sees right after the
-prefill. Prints a table and one JSON line last; Ctrl-C stops early and reports the samples done.  Read before:
-`sfi.py`.
+Every prompt is read once; each method goes on from there, at the same budget: --share of the prompt's tokens
+are visible to a fast step right after it.  `sfi` and `paper` run the engine, with other settings after a
+colon (`sfi:delay=0,min_gap=16`); the others are masks over dense attention (`methods.py`), among them
+`trial`, which is Slow-Fast Inference as a mask, with variants that the product has not.  Every method's
+reading is counted, in cached tokens a step.  Prints a table and one JSON line last; Ctrl-C stops early and
+reports the samples done.  Read before: `sfi.py`, `tasks.py`, `methods.py`.
 """
 
 import json
 import math
-import random
 import re
 import string
 import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,110 +30,111 @@ from command.loading import load
 from command.machine import choose_backend
 from command.parser import Parser
 from command.text import Text
-from command.tracing import Trace
 from model import DTYPES
-from selector import SELECTORS
 from sfi import Engine, SFIConfig
 from study.forcing import force
+from study.methods import (
+    H2O,
+    Prompt,
+    Quest,
+    SlowFast,
+    SnapKV,
+    StreamingLLM,
+    Tidal,
+    delayed,
+    named,
+    spaced,
+)
+from study.steps import commit
+from study.tasks import TASKS, Sample, sample
 
 DENSE = SFIConfig(policy="dense")
-TAIL = 32  # tokens of the prompt that every row prefills itself: the evidence, and the refresh
-POLICIES = ("sentence", "fixed", "never", "window")  # in this order: `fixed` is fitted to `sentence`
-TASKS = ("continue", "keys", "several", "lookup", "free")
-CHOICES = {  # of policy sentence; every other policy selects with the first
-    **{name: dict(selector=name) for name in SELECTORS},
-    "mean": dict(selector="paper", steps=()),
-    "paper geometric": dict(selector="paper", fusion="geometric"),
-    **{
-        f"{name} without {step}": dict(selector=name, steps=tuple(s for s in steps if s != step))
-        for name, (_, steps, _) in SELECTORS.items()
-        for step in steps
-    },
+FREE = ("free", "report")
+TAIL = 64  # tokens of the prompt that every engine reads itself: the evidence, and the refresh
+PEERS = {"streaming": StreamingLLM, "snapkv": SnapKV, "h2o": H2O, "quest": Quest, "tidal": Tidal}
+ENGINE = {  # methods that run the engine -> what they change in its configuration
+    "sfi": {},
+    "paper": dict(selector="paper", delay=None, min_gap=None, n_evidence=None, reread=None),  # its own
+    "never": dict(policy="never"),
+    "window": dict(policy="window"),
+    "fixed": dict(policy="fixed"),  # as many slow steps as the first row with sentences, if there is one
 }
+TRIAL = ("once", "trial")
 
 
 @dataclass
-class Row:
-    """One line of the table: its configuration and its samples' scores, by metric."""
+class Method:
+    """A row of the table: a name such as `sfi` or `sfi:delay=0`, taken apart, and its samples' scores."""
 
-    policy: str
-    selector: str
-    cfg: SFIConfig
-    scores: dict
+    name: str
+    scores: dict = field(default_factory=dict)
 
+    def __post_init__(self):
+        self.kind, _, given = self.name.partition(":")
+        if self.kind not in ("dense", *ENGINE, *PEERS, *TRIAL):
+            known = ", ".join(("dense", *ENGINE, *PEERS, *TRIAL))
+            raise ValueError(f"--method {self.name}; allowed are {known}")
+        of = SFIConfig if self.kind in ENGINE else SlowFast
+        types = {f.name: f.type for f in fields(of)} | {"looks": str}
+        self.settings = {}
+        for name, _, value in (part.partition("=") for part in filter(None, given.split(","))):
+            kind = str(getattr(types.get(name), "__name__", types.get(name)))
+            if name not in types or self.kind in PEERS:
+                raise ValueError(f"--method {self.name}: there is no setting {name!r}")
+            number = float if "float" in kind else int if "int" in kind else str
+            self.settings[name] = tuple(value.split("+")) if name == "steps" else number(value)
 
-def recent_window(share: float) -> int:
-    return 64 if share <= 0.125 else 128
+    @property
+    def on_engine(self) -> bool:
+        return self.kind == "dense" or self.kind in ENGINE
 
+    def config(self, budget: int, base: SFIConfig) -> SFIConfig:
+        """Of a fast step that sees `budget` tokens right after the prompt."""
+        if self.kind == "dense":
+            return DENSE
+        changes = ENGINE.get(self.kind, {}) | (self.settings if self.kind in ENGINE else {})
+        recent = budget - base.n_sink if self.kind == "window" else 64
+        n_select = budget - base.n_sink - 64
+        if n_select < 1:
+            raise ValueError(f"a budget of {budget} tokens leaves {n_select} to select; allowed is 1 or more")
+        return replace(base, n_recent=recent, **{"n_select": n_select} | changes)
 
-def rows(policies, selectors, context: int, share: float, base: SFIConfig) -> list[Row]:
-    """Dense first; then all policies and selectors at the same number of visible tokens."""
-    recent = recent_window(share)
-    n_select = round(share * context) - recent - base.n_sink
-    if n_select < 1:
-        raise ValueError(
-            f"--share {share} of {context} tokens leaves {n_select} to select; allowed is 1 or more"
-        )
-    cfg = replace(base, n_select=n_select, n_recent=recent)
-    made = [Row("dense", "", DENSE, {})]
-    for policy in (p for p in POLICIES if p in policies):
-        if policy == "window":
-            made.append(Row(policy, "", replace(cfg, policy=policy, n_recent=recent + n_select), {}))
-        for name in selectors if policy == "sentence" else ["follow"] * (policy in ("fixed", "never")):
-            made.append(Row(policy, name, replace(cfg, policy=policy, **CHOICES[name]), {}))
-    return made
-
-
-def filler(rng: random.Random, text: Text, tokens: int) -> list[str]:
-    """Paragraphs of the built-in text, another every time, of about so many tokens."""
-    paragraphs = story.story(seed=rng.randrange(10**6), paragraphs=tokens // 70).split("\n\n")
-    lengths = [len(text.encode(p)) + 1 for p in paragraphs]
-    while sum(lengths) > tokens:
-        lengths.pop()
-        paragraphs.pop()
-    return paragraphs
-
-
-def needle(task: str, rng: random.Random, text: Text, tokens: int):
-    """(prompt ids, answer, depth) of a retrieval task: digits hidden in prose, at a random depth (0 to 1)."""
-    digits = lambda: "".join(rng.choice("0123456789") for _ in range(5))
-    if task in ("keys", "free"):
-        facts = [(f"The pass key is {(key := digits())}. Remember it. {key} is the pass key.", key)]
-        question, start = "What is the pass key?", "The pass key is"
-    else:
-        several = task == "several"
-        what, names, count = ("pass key of", story.PLACES, 4) if several else ("number of", story.NAMES, 16)
-        subjects = rng.sample(names, count)
-        facts = [(f"The {what} {subject} is {(key := digits())}.", key) for subject in subjects]
-        question, start = f"What is the {what} {subjects[0]}?", f"The {what} {subjects[0]} is"
-    paragraphs = filler(rng, text, tokens - 80 - 25 * len(facts))
-    for fact, _ in facts:
-        paragraphs.insert(rng.randrange(len(paragraphs) + 1), fact)
-    whole, (fact, answer) = "\n\n".join(paragraphs), facts[0]
-    ids = text.encode(text.chat(f"{whole}\n\n{question}"))
-    ids += [] if task == "free" else text.encode(f" {start}".lstrip())
-    return ids, answer, whole.index(fact) / len(whole)
+    def mask(self, budget: int, base: SFIConfig, texts):
+        """The method as a mask over an answer with these texts."""
+        if self.kind in PEERS:
+            return PEERS[self.kind](budget)
+        cfg, settings = self.config(budget, base), dict(self.settings)
+        if self.kind == "once":
+            return SlowFast(cfg, slide=cfg.max_interval, **{"n_evidence": 64} | settings)
+        rule, _, number = settings.pop("looks", "named").partition("@")  # such as named@16, start@6, period@8
+        gap = settings.pop("gap", 4)
+        wanted = {"named": named, "start": delayed}
+        found = wanted[rule](texts, int(number or 16)) if rule in wanted else []
+        interval = int(number) - 1 if rule == "period" else cfg.max_interval
+        return SlowFast(cfg, spaced(found, len(texts) - 1, gap, interval), **settings)
 
 
 class Bench:
-    """The model, and what one prompt's rows share."""
+    """The model, and what one prompt's methods share."""
 
-    def __init__(self, model, text: Text, new: int):
-        self.model, self.text, self.new = model, text, new
+    def __init__(self, model, text: Text, votes: bool):
+        self.model, self.text, self.votes = model, text, votes
         self.ops = choose_backend("auto", model.device, DENSE)
-        self.depths = []  # of the answers in the prompts, for the retrieval tasks
 
-    def prefill(self, ids: list[int]):
-        sizes = dict(max_length=len(ids) + self.new, new_tokens=self.new)
+    def read(self, ids: list[int], new: int):
+        """Read a prompt, to which up to `new` tokens will be added."""
+        self.prompt = Prompt(self.model, ids, self.ops.linear, votes=self.votes)
+        sizes = dict(max_length=len(ids) + new, new_tokens=new)
         self.base = Engine(self.model, DENSE, self.text.token_text, ops=self.ops, **sizes)
-        self.base.prefill(0, ids[:-TAIL])
-        self.tail = ids[-TAIL:]
+        n, cache = len(ids) - TAIL, self.base.cache
+        cache.k[:, 0, :, :n], cache.v[:, 0, :, :n] = self.prompt.k[:, :, :n], self.prompt.v[:, :, :n]
+        cache.key_norm[:, 0, :, :n] = self.prompt.k[:, :, :n].norm(dim=-1)
+        self.base.rows[0].length, self.base.rows[0].tokens = n, ids[:n]
 
-    def start(self, cfg: SFIConfig, observe=None):
-        """An engine of the row's configuration at the prompt's end, and its logits (1, V)."""
+    def start(self, cfg: SFIConfig):
+        """An engine of a configuration at the prompt's end, and its logits (1, V)."""
         engine = self.base.fork(cfg)
-        engine.cache.observe = observe
-        return engine, engine.prefill(0, self.tail)[0]
+        return engine, engine.prefill(0, self.prompt.ids[-TAIL:])[0]
 
     def greedy(self, cfg: SFIConfig, new: int) -> list[int]:
         engine, logits = self.start(cfg)
@@ -142,63 +144,73 @@ class Bench:
         return out
 
     def forced(self, cfg: SFIConfig, tokens: list[int]):
-        """Log-probabilities (T, V) of forced tokens, slow steps, and the mass that old memories covered."""
-        trace = Trace(self.model.config, cfg, self.text.token_text, 1, self.base.max_length)
-        engine, first = self.start(cfg, trace.refreshed)
-        logits, slow = [first], 0
+        """Logits (T, V) that predict forced tokens, tokens read or copied a step, and slow steps."""
+        engine, first = self.start(cfg)
+        logits, did = [first], []
         for some, row_steps in force(engine, 0, tokens[:-1]):
             logits.append(some)
-            slow += sum(row_step.refresh for row_step in row_steps)
-        covered = trace.rows[0].found.get("mass_before")
-        return torch.cat(logits).log_softmax(-1), slow, float(np.mean(covered)) if covered else math.nan
+            did += row_steps
+        read = sum(row_step.visible + 2 * row_step.copied for row_step in did) / max(len(did), 1)
+        return torch.cat(logits), read, sum(row_step.refresh for row_step in did)
 
 
-def continue_sample(bench: Bench, table: list[Row], ids: list[int], new: int):
-    """Forced continuation: KL to dense, top-1 agreement, NLL lost, attention mass kept by old memories."""
-    bench.prefill(ids[:-new])
-    tokens, slow_steps = ids[-new:], None
-    target = torch.tensor(tokens)[:, None]
-    for row in table:
-        cfg = row.cfg
-        if cfg.policy == "fixed" and slow_steps is not None:  # as many as the sentence trigger made
-            cfg = replace(cfg, max_interval=(new - 1) // (slow_steps + 1), min_gap=0)
-        log_p, slow, mass = bench.forced(cfg, tokens)
-        slow_steps = slow if row.policy == "sentence" else slow_steps
-        if row.policy == "dense":
-            dense = log_p
-        nll = lambda x: -x.gather(1, target).mean().item()
+def forced_sample(bench: Bench, methods: list[Method], s: Sample, share: float, base: SFIConfig):
+    """What each method would have said at every token of a given answer: share of likeliest tokens that are
+    the answer's, facts of which all tokens are, KL divergence from dense decoding, NLL lost, tokens read.
+    """
+    bench.read(s.prompt, len(s.forced))
+    target, budget = torch.tensor(s.forced), round(share * len(s.prompt))
+    dense, slow_steps = None, None
+    texts = [bench.text.token_text(token) for token in s.forced]
+    for method in methods:
+        if method.on_engine:
+            cfg = method.config(budget, base)
+            if method.kind == "fixed" and slow_steps is not None and "max_interval" not in method.settings:
+                period = (len(s.forced) - 1) // (slow_steps + 1)
+                cfg = replace(cfg, min_gap=0, max_interval=max(period, 1))
+            logits, read, slow = bench.forced(cfg, s.forced)
+            slow_steps = slow if method.kind == "sfi" and slow_steps is None else slow_steps
+        else:
+            mask = method.mask(budget, base, texts)
+            logits, read = bench.prompt.answer(s.forced, mask, texts)
+            slow = len(getattr(mask, "looks", ()))
+        log_p = logits.log_softmax(-1)
+        dense = log_p if method.kind == "dense" else dense
+        right = log_p.argmax(-1) == target
         found = {
+            "facts": sum(bool(right[places].all()) for places in s.facts) / max(len(s.facts), 1),
+            "right": right.float().mean().item(),
             "kl": (dense.exp() * (dense - log_p)).sum(-1).mean().item(),
-            "top1": (dense.argmax(-1) == log_p.argmax(-1)).float().mean().item(),
-            "nll_lost": nll(log_p) - nll(dense),
-            "mass": mass,
+            "nll_lost": (dense - log_p).gather(1, target[:, None]).mean().item(),
+            "read": read,
             "slow": slow,
         }
         for name, value in found.items():
-            row.scores.setdefault(name, []).append(value)
+            if s.facts or name != "facts":
+                method.scores.setdefault(name, []).append(value)
 
 
-def needle_sample(bench: Bench, table: list[Row], ids: list[int], answer: str, depth: float, free: bool):
-    """Whether the answer is found; in free generation also where the text first differs from dense's."""
-    bench.prefill(ids)
-    bench.depths.append(depth)
-    outs = [bench.greedy(row.cfg, 48 if free else 8) for row in table]
-    for row, out in zip(table, outs, strict=True):
-        text = re.sub(r"\s", "", bench.text.tokenizer.decode(out))
-        row.scores.setdefault("found", []).append(answer in text)
-        if free:  # the first row is dense
-            differ = (i for i, (a, b) in enumerate(zip(out, outs[0], strict=False)) if a != b)
-            row.scores.setdefault("same_tokens", []).append(next(differ, len(outs[0])))
+def free_sample(bench: Bench, methods: list[Method], s: Sample, share: float, base: SFIConfig):
+    """Facts found in a freely written answer, and its tokens: all words of one in the same sentence."""
+    new = 48 if len(s.answers) == 1 else 320
+    bench.read(s.prompt, new)
+    for method in methods:
+        out = bench.greedy(method.config(round(share * len(s.prompt)), base), new)
+        sentences = re.split(r"(?<=[.!?])\s|\n", bench.text.tokenizer.decode(out))
+        said = [any(all(word in said for word in fact) for said in sentences) for fact in s.answers]
+        method.scores.setdefault("facts", []).append(sum(said) / len(said))
+        method.scores.setdefault("tokens", []).append(len(out))
 
 
-def file_sample(bench: Bench, table: list[Row], task: dict):
+def file_sample(bench: Bench, methods: list[Method], task: dict, share: float, base: SFIConfig):
     """A question of a file, answered freely: exact match and F1 over words, the best over its answers."""
     ids = bench.text.encode(bench.text.chat(f"{task['context'].strip()}\n\n{task['question']}"))
-    bench.prefill(ids)
-    for row in table:
-        out = bench.text.tokenizer.decode(bench.greedy(row.cfg, 48))
-        row.scores.setdefault("f1", []).append(max(f1(out, a) for a in task["answers"]))
-        row.scores.setdefault("exact", []).append(max(words(out) == words(a) for a in task["answers"]))
+    bench.read(ids, 48)
+    for method in methods:
+        cfg = method.config(max(round(share * len(ids)), base.n_sink + 64 + 1), base)
+        out = bench.text.tokenizer.decode(bench.greedy(cfg, 48))
+        method.scores.setdefault("f1", []).append(max(f1(out, a) for a in task["answers"]))
+        method.scores.setdefault("exact", []).append(max(words(out) == words(a) for a in task["answers"]))
 
 
 def words(text: str) -> list[str]:
@@ -220,51 +232,36 @@ def interval(values) -> list[float]:
     return [round(float(x), 4) for x in np.percentile(means, [2.5, 97.5])]
 
 
-def summary(task: str, table: list[Row], context: int, share: float, depths=()) -> list[dict]:
-    """A dict for each row and metric; diff: paired difference from the first row after dense; by_depth: means
-    over the thirds of the text that the answer lay in.
+def summary(task: str, methods: list[Method], context: int, share: float) -> list[dict]:
+    """A dict for each method and metric; diff: paired difference from dense (the first), or, where dense has
+    none to lose (kl, nll_lost), from the second.
     """
     out = []
-    for row in table:
-        for metric, values in row.scores.items():
-            if np.isnan(values).any():
-                continue
-            other = table[min(1, len(table) - 1)].scores[metric]
+    for method in methods:
+        for metric, values in method.scores.items():
+            other = methods[min(int(metric in ("kl", "nll_lost")), len(methods) - 1)].scores[metric]
             diff = [a - b for a, b in zip(values, other, strict=True)]
-            out.append(
-                {
-                    "task": task,
-                    "context": context,
-                    "share": share,
-                    "policy": row.policy,
-                    "selector": row.selector,
-                    "n_select": None if row.policy == "dense" else row.cfg.budget,
-                    "metric": metric,
-                    "score": round(float(np.mean(values)), 4),
-                    "ci": interval(values),
-                    "diff": round(float(np.mean(diff)), 4),
-                    "diff_ci": interval(diff),
-                    "samples": len(values),
-                }
-            )
-            if depths:
-                thirds = [
-                    [v for v, d in zip(values, depths, strict=False) if int(3 * d) == i] for i in range(3)
-                ]
-                out[-1]["by_depth"] = [round(float(np.mean(t)), 3) if t else None for t in thirds]
+            found = {
+                "task": task,
+                "context": context,
+                "share": share,
+                "method": method.name,
+                "metric": metric,
+            }
+            found |= {"score": round(float(np.mean(values)), 4), "ci": interval(values)}
+            found |= {"diff": round(float(np.mean(diff)), 4), "diff_ci": interval(diff)}
+            out.append(found | {"samples": len(values)})
     return out
 
 
-def show(results: list[dict], table: list[Row]):
-    metrics = [m for m in table[0].scores if any(r["metric"] == m for r in results)]
-    print(f"{'policy':10}{'selector':28}{'N':>6}" + "".join(f"{m:>26}" for m in metrics))
-    for row in table:
-        line = f"{row.policy:10}{row.selector:28}" + f"{'' if row.policy == 'dense' else row.cfg.budget:>6}"
+def show(results: list[dict], methods: list[Method]):
+    metrics = list(methods[0].scores)
+    print(f"{'method':36}" + "".join(f"{m:>24}" for m in metrics))
+    for method in methods:
+        line = f"{method.name:36}"
         for metric in metrics:
-            match = [r for r in results if (r["policy"], r["selector"]) == (row.policy, row.selector)]
-            match = [r for r in match if r["metric"] == metric]
-            cell = "{score:.3f} [{ci[0]:.3f}, {ci[1]:.3f}]".format(**match[0]) if match else "-"
-            line += f"{cell:>26}"
+            match = [r for r in results if (r["method"], r["metric"]) == (method.name, metric)]
+            line += f"{match[0]['score']:>9.3f} [{match[0]['ci'][0]:.3f}, {match[0]['ci'][1]:.3f}]".rjust(24)
         print(line)
 
 
@@ -302,42 +299,21 @@ def read_tasks(path: Path) -> list[dict]:
     return tasks
 
 
-def samples(task: str, text: Text, context: int, new: int, count: int, source: list[int], tasks: list[dict]):
-    """Arguments of each sample of a task, seeded by its number."""
-    for i in range(min(count, len(tasks)) if tasks else count):
-        rng = random.Random(f"{task} {i}")
-        if tasks:
-            yield (tasks[i],)
-        elif task == "continue":
-            if source:
-                start = rng.randrange(len(source) - context - new)
-                yield source[start : start + context + new], new
-            else:
-                long = "\n\n".join(filler(rng, text, context + new + 200))
-                yield text.encode(long)[: context + new], new
-        else:
-            yield *needle(task, rng, text, context), task == "free"
-
-
 def parser() -> Parser:
-    p = Parser("study.eval", "What Slow-Fast Inference keeps of dense decoding, on a real model.")
+    p = Parser(
+        "study.eval", "What Slow-Fast Inference and its peers keep of dense decoding, on a real model."
+    )
     add = p.add_argument
     add("--ckpt", default="smollm2", help="as for generate.py; trained weights")
-    add("--task", nargs="+", default=["continue", "keys"], help=f"{', '.join(TASKS)}, or a FILE.jsonl")
-    add("--policy", nargs="+", choices=POLICIES, default=POLICIES, help="rows, beside dense")
-    add(
-        "--selector",
-        nargs="+",
-        choices=CHOICES,
-        default=["follow", "paper"],
-        help="rows of policy sentence",
-    )
-    add("--share", type=float, default=0.125, help="visible tokens / context right after the prefill")
+    add("--task", nargs="+", default=["walk", "continue"], help=f"{', '.join(TASKS)}, or a FILE.jsonl")
+    kinds = ", ".join((*ENGINE, *PEERS, *TRIAL))
+    add("--method", nargs="+", default=["sfi", "once", "window"], help=f"beside dense: {kinds}")
+    add("--share", type=float, default=0.125, help="visible tokens / prompt's tokens right after it")
     add("--n-select", type=int, metavar="N", help="N, where it shall not follow from --share")
     add("--context", type=int, default=2048, metavar="N", help="tokens of a prompt, about")
-    add("--new", type=int, default=128, metavar="N", help="forced tokens of task continue")
+    add("--new", type=int, default=1024, metavar="N", help="forced tokens of tasks continue and code")
     add("--samples", type=int, default=100, metavar="N", help="prompts a task")
-    add("--min-gap", type=int, default=16, metavar="N", help="of the sentence trigger")
+    add("--first", type=int, default=0, metavar="N", help="number of the first prompt")
     add("--text", type=Path, metavar="FILE", help="a long text for task continue; none: the built-in one")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and cache")
     add("--out", type=Path, metavar="FILE", help="also write the results and every sample's scores here")
@@ -349,18 +325,20 @@ def main(argv=None):
     args = p.parse_args(argv)
     try:
         if args.n_select is not None:
-            visible = lambda share: (SFIConfig.n_sink + args.n_select + recent_window(share)) / args.context
-            args.share = visible(visible(0.0))
-        if args.samples < 1 or args.new < 2 or args.context < 512 or not 0 < args.share < 1:
+            args.share = (SFIConfig.n_sink + args.n_select + 64) / args.context
+        if args.samples < 1 or args.new < 2 or args.context < 512 or not 0 < args.share < 1 or args.first < 0:
             raise ValueError(
                 "allowed are --samples 1, --new 2, --context 512 or more, --share between 0 and 1, "
-                "--n-select below --context"
+                "--n-select below --context, --first 0 or more"
             )
-        for task in args.task:
+        tables = {task: [Method(name) for name in ("dense", *args.method)] for task in args.task}
+        for task, methods in tables.items():
             if task not in TASKS and not task.endswith(".jsonl"):
                 raise ValueError(f"--task {task}; allowed are {', '.join(TASKS)} or a FILE.jsonl")
-        base = SFIConfig(min_gap=args.min_gap, max_interval=max(64, args.min_gap))
-        tables = {t: rows(args.policy, args.selector, args.context, args.share, base) for t in args.task}
+            for method in methods:
+                method.config(round(args.share * args.context), SFIConfig())
+                if not method.on_engine and (task in FREE or task not in TASKS):
+                    raise ValueError(f"--method {method.name} is a mask, and task {task} is written freely")
         files = {t: read_tasks(Path(t)) for t in args.task if t not in TASKS}
         check_output("--out", args.out, (".json",), [])
         folder = checkpoints.resolve(args.ckpt)
@@ -368,35 +346,39 @@ def main(argv=None):
         source = text.encode(args.text.read_text(encoding="utf-8-sig")) if args.text else []
         if source and len(source) <= args.context + args.new:
             raise ValueError(f"--text has {len(source)} tokens; give more than --context + --new")
-        check_lengths(config, [args.context], max(args.new, 48))
+        check_lengths(config, [args.context], max(args.new, 320))
         model = load(folder, config, DTYPES[args.dtype])
         check_trained(model, text)
     except (ValueError, OSError) as e:
         p.error(" ".join(str(e).split()))
     results, raw = [], {}
-    for task, table in tables.items():
-        bench = Bench(model, text, max(args.new, 48))
-        run = {"continue": continue_sample}.get(task, needle_sample if task in TASKS else file_sample)
-        made = samples(task, text, args.context, args.new, args.samples, source, files.get(task, []))
+    for task, methods in tables.items():
+        bench = Bench(model, text, any(method.kind == "h2o" for method in methods))
+        run = forced_sample if task in TASKS else file_sample
+        run = free_sample if task in FREE else run
+        count = min(args.samples, len(files[task])) if task in files else args.samples
+        done = 0
         try:
-            for sample in tqdm(made, total=args.samples, desc=task, disable=None):
-                run(bench, table, *sample)
+            for i in tqdm(range(args.first, args.first + count), desc=task, disable=None):
+                asked = (
+                    files[task][i] if task in files else sample(task, i, text, args.context, args.new, source)
+                )
+                run(bench, methods, asked, args.share, SFIConfig())
+                done += 1
         except KeyboardInterrupt:
-            done = min(len(values) for row in table for values in row.scores.values() or [[]])
-            for row in table:
-                row.scores = {name: values[:done] for name, values in row.scores.items()}
-            bench.depths = bench.depths[:done]
             print(f"{task}: stopped after {done} samples", file=sys.stderr)
             if not done:
                 break
-        found = summary(task, table, args.context, args.share, bench.depths)
-        print(f"\n{task}: {found[0]['samples']} prompts of about {args.context} tokens, share {args.share}")
-        show(found, table)
+        for method in methods:
+            method.scores = {name: values[:done] for name, values in method.scores.items()}
+        found = summary(task, methods, args.context, args.share)
+        print(f"\n{task}: {done} prompts of about {args.context} tokens, share {args.share}")
+        show(found, methods)
         results += found
-        scores = [{"policy": r.policy, "selector": r.selector, "scores": r.scores} for r in table]
-        raw[task] = {"depths": bench.depths, "rows": scores} if bench.depths else {"rows": scores}
+        raw[task] = {method.name: method.scores for method in methods}
         if args.out:
-            args.out.write_text(json.dumps({"rows": results, "raw": raw}) + "\n", encoding="utf-8")
+            facts = {"command": sys.argv, "commit": commit(), "rows": results, "raw": raw}
+            args.out.write_text(json.dumps(facts) + "\n", encoding="utf-8")
     print(json.dumps({"ckpt": args.ckpt, "rows": results}))
 
 

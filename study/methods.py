@@ -20,45 +20,45 @@ import torch.nn.functional as F
 from model import Model
 from selector import FOLLOWED, FOLLOWERS, select_row, top_n
 from sfi import SFIConfig
-from trigger import advance
+from trigger import Trigger, advance, look
 
 
 class Prompt:
-    """A prompt read densely: its keys and values, and what its last queries and all queries attended to."""
+    """A prompt read densely: keys and values (L, K, S, D), and its last `keep` queries (L, H, keep, D).
+
+    votes: also the attention that every key has had from all queries, (L, K, S), which H2O counts.
+    """
 
     def __init__(self, model: Model, ids: list[int], linear, keep=256, votes=False):
         c, self.model, self.ids, self.linear = model.config, model, ids, linear
         shape = (c.num_hidden_layers, c.num_key_value_heads, len(ids), c.head_dim)
-        self.k, self.v = torch.empty(shape), torch.empty(shape)
-        self.keep = min(keep, len(ids))
-        self.q = torch.empty((c.num_hidden_layers, c.num_attention_heads, self.keep, c.head_dim))
-        self.received = torch.zeros(shape[:3]) if votes else None  # attention that a key has had in all
+        self.k, self.v, self.keep = torch.empty(shape), torch.empty(shape), min(keep, len(ids))
+        self.q = torch.empty((shape[0], c.num_attention_heads, self.keep, c.head_dim))
+        self.received = torch.zeros(shape[:3]) if votes else None
         for first in range(0, len(ids), 512):
-            piece = ids[first : first + 512]
-            logits = self.forward(piece, first, lambda *given, first=first: self.read(first, *given), 1)
-        self.logits = logits  # (1, V) of the last token
+            read = lambda *given, first=first: self.read(first, *given)
+            self.logits = self.forward(ids[first : first + 512], first, read, 1)  # (1, V) of the last token
 
     def forward(self, tokens, first, attention, n_logits):
         positions = torch.arange(first, first + len(tokens))[None]
         return self.model(torch.tensor([tokens]), positions, attention, self.linear, n_logits)[0]
 
     def read(self, first, layer, q, k, v):
-        n, n_kv = first + q.shape[1], k.shape[2]
+        n, n_kv, S = first + q.shape[1], k.shape[2], len(self.ids)
         self.k[layer, :, first:n], self.v[layer, :, first:n] = k[0].transpose(0, 1), v[0].transpose(0, 1)
-        kept = n - max(first, len(self.ids) - self.keep)
-        if kept > 0:
-            at = n - kept - (len(self.ids) - self.keep)
-            self.q[layer, :, at : at + kept] = q[0, -kept:].transpose(0, 1)
-        K, V, q = self.k[layer, None, :, :n], self.v[layer, None, :, :n], q.transpose(1, 2)
-        G = q.shape[1] // n_kv
+        q = q.transpose(1, 2)  # (1, H, T, D)
+        at = max(first, S - self.keep)
+        if at < n:
+            self.q[layer, :, at - (S - self.keep) : n - (S - self.keep)] = q[0, :, at - first :]
+        K, V = self.k[layer, None, :, :n], self.v[layer, None, :, :n]
         causal = torch.ones(q.shape[2], n, dtype=torch.bool).tril(first)
-        if self.received is None:
-            out = F.scaled_dot_product_attention(q, K, V, attn_mask=causal, enable_gqa=True)
-            return out.transpose(1, 2)
-        s = q[0].unflatten(0, (n_kv, G)).flatten(1, 2) @ K[0].mT * K.shape[-1] ** -0.5  # (K, G * T, n)
-        p = s.masked_fill_(~causal.repeat(G, 1), -torch.inf).softmax(-1)
-        self.received[layer, :, :n] += p.sum(1)
-        return (p @ V[0]).unflatten(1, (G, -1)).flatten(0, 1).transpose(0, 1)[None]
+        if self.received is not None:
+            grouped = q[0].unflatten(0, (n_kv, -1)).flatten(1, 2)  # (K, G * T, D)
+            s = grouped @ K[0].mT * K.shape[-1] ** -0.5
+            s.masked_fill_(~causal.repeat(q.shape[1] // n_kv, 1), -torch.inf)
+            self.received[layer, :, :n] += s.softmax(-1).sum(1)
+        out = F.scaled_dot_product_attention(q, K, V, attn_mask=causal, enable_gqa=True)
+        return out.transpose(1, 2)
 
     def evidence(self, layer: int, n: int):
         """Scores (K, G, n, S) of the prompt's last n queries, -inf for later keys."""
@@ -105,6 +105,7 @@ class Dense:
 
     def start(self, prompt: Prompt, tokens, texts):
         self.prompt, self.S, self.T = prompt, len(prompt.ids), len(tokens)
+        self.n_kv = prompt.k.shape[1]
 
     def see(self, layer, s, q, K):
         return None
@@ -113,8 +114,112 @@ class Dense:
         """Tokens' worth of reading a step beside what is visible."""
         return 0.0
 
-    def nothing(self, n_kv):
-        return torch.zeros((n_kv, self.T, self.S + self.T), dtype=torch.bool)
+    def nothing(self):
+        return torch.zeros((self.n_kv, self.T, self.S + self.T), dtype=torch.bool)
+
+
+@dataclass
+class StreamingLLM(Dense):
+    """Sinks and a sliding window (arXiv 2309.17453): `budget` tokens, 4 of them sinks."""
+
+    budget: int
+
+    def see(self, layer, s, q, K):
+        visible = self.nothing()
+        visible[..., :4] = True
+        for t in range(self.T):
+            visible[:, t, self.S + t + 1 - (self.budget - 4) : self.S + t + 1] = True
+        return visible
+
+
+@dataclass
+class SnapKV(Dense):
+    """Chosen once by the prompt's last 32 queries, whose votes are pooled (2404.14469); all later tokens
+    stay.
+    """
+
+    budget: int
+
+    def see(self, layer, s, q, K):
+        window = 32
+        p = self.prompt.evidence(layer, window).softmax(-1)[..., : self.S - window]  # (K, G, 32, M)
+        votes = F.max_pool1d(p.sum(2).mean(1)[None], 7, stride=1, padding=3)[0]  # (K, M)
+        visible = self.nothing()
+        visible[..., self.S - window :] = True
+        chosen = votes.topk(self.budget - window).indices
+        return visible.scatter_(2, chosen[:, None].expand(-1, self.T, -1), True)
+
+
+@dataclass
+class H2O(Dense):
+    """Half the budget the latest tokens, half those that had most attention so far; others are evicted for
+    good (2306.14048).
+    """
+
+    budget: int
+
+    def see(self, layer, s, q, K):
+        S, half = self.S, self.budget // 2
+        had = torch.zeros(self.n_kv, S + self.T)
+        had[:, :S] = self.prompt.received[layer]
+        kept = torch.zeros(self.n_kv, S + self.T, dtype=torch.bool)
+        kept[:, S - half : S] = True
+        kept.scatter_(1, had[:, : S - half].topk(self.budget - half).indices, True)
+        visible = self.nothing()
+        for t in range(self.T):
+            kept[:, S + t] = True
+            visible[:, t] = kept
+            p = s[:, :, t].masked_fill(~kept[:, None], -torch.inf).softmax(-1)  # (K, G, P)
+            had += p.sum(1)
+            old = had[:, : S + t + 1 - half].masked_fill(~kept[:, : S + t + 1 - half], torch.inf)
+            kept.scatter_(1, old.argmin(1, keepdim=True), False)
+        return visible
+
+
+@dataclass
+class Quest(Dense):
+    """At every step the pages of 16 tokens with the largest bound of q.k, and the page at hand; the first two
+    layers are dense (2406.10774).  The query heads of a KV head choose together.
+    """
+
+    budget: int
+    page: int = 16
+
+    def see(self, layer, s, q, K):
+        if layer < 2:
+            return None
+        pages = -(-K.shape[1] // self.page)
+        padded = F.pad(K, (0, 0, 0, pages * self.page - K.shape[1]), mode="constant", value=0.0)
+        paged = padded.unflatten(1, (pages, self.page))  # (K, pages, page, D)
+        low, high = paged.amin(2)[:, None], paged.amax(2)[:, None]
+        bound = (q.clamp_min(0) @ high.mT + q.clamp_max(0) @ low.mT) * K.shape[-1] ** -0.5
+        at = (self.S + torch.arange(self.T)) // self.page  # (T,): the page at hand
+        before = torch.arange(pages) < at[:, None]  # (T, pages): only whole pages
+        score = bound.masked_fill(~before, -torch.inf).softmax(-1).mean(1)  # (K, T, pages)
+        chosen = score.topk(self.budget // self.page - 1).indices
+        visible = torch.zeros(score.shape, dtype=torch.bool).scatter_(2, chosen, True) & before
+        visible |= torch.arange(pages) == at[:, None]
+        return visible.repeat_interleave(self.page, 2)[..., : K.shape[1]]
+
+    def extra(self, layer):
+        return (self.S + self.T / 2) / self.page  # a page's two bounds are as long as one key and value
+
+
+@dataclass
+class Tidal(Dense):
+    """At every step two layers choose tokens for those after them, and are dense, as the first two
+    (TidalDecode, 2410.05076).
+    """
+
+    budget: int
+
+    def see(self, layer, s, q, K):
+        layers = self.prompt.k.shape[0]
+        if layer in (2, round(layers * 13 / 32)):
+            score = s.softmax(-1).mean(1)  # (K, T, P)
+            self.chosen = self.nothing().scatter_(2, score.topk(self.budget).indices, True)
+            return None
+        return None if layer < 2 else self.chosen
 
 
 # When to look: which of the answer's tokens, given their texts, are fed in a slow step.
@@ -143,26 +248,16 @@ def delayed(texts, delay: int) -> list[int]:
     """`delay` tokens after each sentence's start, if it lasts so long."""
     begins = starts(texts)
     ends = [*begins[1:], len(texts)]
-    return [a + delay for a, b in zip(begins, ends, strict=True) if a + delay < b]
+    return [a + delay for a, b in zip(begins, ends, strict=False) if a + delay < b]
 
 
-def subjects(texts, latest: int = 10**9) -> list[int]:
-    """At the first word after a name or number in each sentence, `latest` tokens after its start in any case.
-
-    A name: a word with a capital, but for the sentence's first token.
-    """
-    begins = starts(texts)
-    ends = [*begins[1:], len(texts)]
-    looks = []
-    for a, b in zip(begins, ends, strict=True):
-        seen = False
-        for t in range(a + 1, b):
-            word = texts[t].lstrip()
-            if (seen and texts[t][:1].isspace() and not word[:1].isupper()) or t - a == latest:
-                looks.append(t)
-                break
-            seen = seen or word[:1].isupper() or word[:1].isdigit()
-    return looks
+def named(texts, delay: int = 16) -> list[int]:
+    """The engine's rule: after each sentence's first name or number, or `delay` tokens in."""
+    trigger, found = Trigger(), []
+    for t, text in enumerate(texts):
+        trigger, looks = look(trigger, text, delay)
+        found += [t] * looks
+    return found
 
 
 @dataclass
@@ -187,29 +282,27 @@ class SlowFast(Dense):
 
     def see(self, layer, s, q, K):
         cfg, S, T = self.cfg, self.S, self.T
-        norm = K.norm(dim=-1)
+        norm, state = K.norm(dim=-1), {}
         N = round(cfg.budget * (self.layers[layer] if self.layers else 1))
-        visible = self.nothing(len(K))
+        visible = self.nothing()
         visible[..., : cfg.n_sink] = True
-        state = {}
         evidence = self.prompt.evidence(layer, self.n_evidence)
-        self.memory(visible[:, : self.ends(-1)], layer, evidence, norm, S, N, state)
         bounds = [*self.looks, T]
-        for look, end in pairwise(bounds):
-            visible[:, look] = True
-            first = max(look - self.kept, 0)
-            self.memory(
-                visible[:, look + 1 : end], layer, s[:, :, first : look + 1], norm, S + look + 1, N, state
-            )
+        self.memory(visible[:, : bounds[0]], evidence, norm, S, N, state)
+        for at, end in pairwise(bounds):
+            visible[:, at] = True
+            scores = s[:, :, max(at - self.kept, 0) : at + 1]
+            self.memory(visible[:, at + 1 : end], scores, norm, S + at + 1, N, state)
         for t in range(self.slide or T, T, self.slide or T):  # the window slides
-            visible[:, t:, S - cfg.n_recent : cfg.recent_start(S + t)] = False
+            visible[:, t:, cfg.n_sink : cfg.recent_start(S + t)] = False
             visible[:, t:] |= state["chosen"]
         return visible
 
-    def ends(self, i):
-        return self.looks[i + 1] if i + 1 < len(self.looks) else self.T
+    def extra(self, layer):
+        """Copies: a token is read and written."""
+        return 2 * len(self.looks) * (self.cfg.n_sink + self.cfg.budget + self.cfg.n_recent) / self.T
 
-    def memory(self, visible, layer, scores, norm, length, N, state):
+    def memory(self, visible, scores, norm, length, N, state):
         """Mark what the memory made at `length` tokens holds; scores (K, G, W, P)."""
         cfg, end = self.cfg, self.cfg.recent_start(length)
         visible[..., end:] = True

@@ -25,7 +25,8 @@ from command.machine import choose_backend
 from command.parser import Parser
 from command.text import Text
 from sfi import Engine, SFIConfig
-from study.eval import check_trained, interval, samples
+from study.eval import check_trained, interval
+from study.tasks import sample
 from trigger import advance
 
 DISTANCES = ((1, 1), (2, 4), (5, 8), (9, 16), (17, 32), (33, 64))
@@ -135,9 +136,9 @@ def main(argv=None):
     except (ValueError, OSError) as e:
         p.error(" ".join(str(e).split()))
     cells = []
-    made = samples("continue", text, args.context, args.new, args.samples, source, [])
-    for ids, new in tqdm(made, total=args.samples, disable=None):
-        cells.append(measure(model, text, ids, new, args.recent, args.top))
+    for i in tqdm(range(args.samples), disable=None):
+        s = sample("continue", i, text, args.context, args.new, source)
+        cells.append(measure(model, text, s.prompt + s.forced, args.new, args.recent, args.top))
     cells = np.ma.masked_invalid(cells)  # (samples, 2, layers, places, distances)
     mean, rows = cells.mean(0).filled(np.nan), []
     print(f"{'distance':>10}" + "".join(f"{place:>38}" for place in PLACES))
