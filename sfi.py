@@ -22,16 +22,21 @@ from memory import REFERENCE, SlowFastCache
 from model import NotFinite
 from sampling import GREEDY, draw, sound
 from selector import FUSIONS, SELECTORS
-from trigger import Trigger, look
+from trigger import Row, Trigger, decide
 
 POLICIES = ("sentence", "fixed", "never", "window", "dense")
-WHEN = "when a step is slow: at sentence starts, at a fixed period, never, never and with N = 0, always"
-SLOW_REASONS = ("dense", "short", "first", "sentence", "interval", "doubt", "end")
+WHEN = "when a step is slow: once a sentence, at a fixed period, never, never and with N = 0, always"
 
 
 def option(default, help, choices=None):
     """A field of SFIConfig with the text that the command's --help shows."""
     return field(default=default, metadata={"help": help, "choices": choices})
+
+
+def by_selector(name, help):
+    """A field whose default goes with the selector; after __init__ it is a number."""
+    defaults = [f"{selector.settings[name]} with {key}" for key, selector in SELECTORS.items()]
+    return option(None, f"{help} (default: {', '.join(defaults)})")
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,14 @@ class SFIConfig:
     n_recent: int = option(256, "last tokens visible at a refresh, at least")
     align: int = option(16, "the recent window starts at a multiple of this")
     max_interval: int = option(64, "a slow step comes after this many fast ones at the latest")
-    delay: int | None = option(None, "a slow step comes after a sentence's first name, or so far in")
-    min_gap: int | None = option(None, "but only after this many fast ones")
-    n_evidence: int | None = option(None, "last queries of the prompt whose attention decides the selection")
-    reread: int | None = option(None, "last tokens that a slow step reads; their queries decide")
+    delay: int | None = by_selector(
+        "delay", "it comes after a sentence's first name, at most so many tokens in"
+    )
+    min_gap: int | None = by_selector("min_gap", "but not before this many fast steps")
+    reread: int | None = by_selector("reread", "last tokens that a slow step reads, the new one included")
+    n_evidence: int | None = by_selector(
+        "n_evidence", "last queries of a dense pass that decide the selection"
+    )
     policy: str = option("sentence", WHEN, POLICIES)
     selector: str = option("follow", "how tokens are selected", tuple(SELECTORS))
     steps: tuple[str, ...] | None = option(None, "selector steps to run, such as past,heads; none given: all")
@@ -60,7 +69,7 @@ class SFIConfig:
 
     def __post_init__(self):
         least = dict(n_sink=0, n_select=0, n_recent=1, align=1, max_interval=1)
-        own = dict(delay=0, min_gap=0, n_evidence=1, reread=1)  # None: the selector's
+        own = dict(delay=0, min_gap=0, n_evidence=1, reread=1)
         for name, low in (least | own).items():
             value = getattr(self, name)
             if value is None and name in own:
@@ -132,42 +141,6 @@ class SFIConfig:
         selected = min(self.budget, self.candidates(max_length))
         slots = at_most(self.n_sink) + selected + at_most(self.n_recent) + self.align - 1 + growth
         return -(-slots // self.align) * self.align
-
-
-@dataclass
-class Row:
-    """State of one sequence."""
-
-    length: int = 0  # tokens in the full cache
-    tokens: list = field(default_factory=list)  # these tokens
-    memory: int = 0  # tokens in the compact memory; 0: it has none, so every step is dense
-    recent_start: int = 0  # position where the memory's recent window starts
-    trigger: Trigger = field(default_factory=Trigger)
-    since: int = 0  # fast steps since the last dense pass (policy window: since the last re-anchoring)
-    unverified: int = 0  # exact mode: tokens at the end of `length` that only fast steps have read
-
-
-def decide(row: Row, cfg: SFIConfig, text: str) -> tuple[Trigger, str]:
-    """What the step that feeds a token of this text to a row is: (the trigger's new state, the reason).
-
-    The reason is one of SLOW_REASONS, or "fast", or "re-anchor": fast, after sinks and window have been
-    copied anew from the cache (policy window).
-    """
-    trigger, looks = look(row.trigger, text, cfg.delay)
-    length = row.length + (cfg.policy != "window")  # which copies its memory before this token is cached
-    if cfg.policy == "dense":
-        return trigger, "dense"
-    if not row.memory and cfg.candidates(length) <= cfg.budget:
-        return trigger, "short"
-    if cfg.policy == "window":
-        return trigger, "fast" if row.memory and row.since < cfg.max_interval else "re-anchor"
-    if not row.memory:
-        return trigger, "first"
-    if cfg.policy == "sentence" and looks and row.since >= cfg.min_gap:
-        return trigger, "sentence"
-    if cfg.policy != "never" and row.since >= cfg.max_interval:
-        return trigger, "interval"
-    return trigger, "fast"
 
 
 class RowStep(NamedTuple):

@@ -1,13 +1,17 @@
-"""When a sentence has said what it is about: the trigger of slow steps, on the texts of generated tokens.
+"""When is a step slow?  Mostly when a sentence has said what it is about.
 
 The paper makes the slow step at a sentence's first token.  Its one query does not know yet what the sentence
 will need; once a subject is named, the same step finds it (study/RESULTS.md).  So here the slow step comes
 with the first word after a name or a number, and after `delay` tokens at the latest; a delay of 0 is the
-paper's rule.  Pure functions of text, for any tokenizer.  Read before: `selector.py`; next: `sfi.py`.
+paper's rule.  Pure functions of the tokens' texts, for any tokenizer.  Read before: `memory.py`; next:
+`sfi.py`.
 """
 
 import re
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+SLOW_REASONS = ("dense", "short", "first", "sentence", "interval", "doubt", "end")
 
 CLOSERS = r"""["'”’»›\)\]\}）］｝】〕」』》〉]"""
 ENDED = re.compile(rf"([.?!…。？！])(?:{CLOSERS}|\s)*\Z")
@@ -53,3 +57,39 @@ def look(trigger: Trigger, text: str, delay: int) -> tuple[Trigger, bool]:
         return Trigger(armed), True
     named = place > 0 and (trigger.named or word[:1].isupper() or word[:1].isdigit())
     return Trigger(armed, place, named), False
+
+
+@dataclass
+class Row:
+    """State of one sequence."""
+
+    length: int = 0  # tokens in the full cache
+    tokens: list = field(default_factory=list)  # these tokens
+    memory: int = 0  # tokens in the compact memory; 0: it has none, so every step is dense
+    recent_start: int = 0  # position where the memory's recent window starts
+    trigger: Trigger = field(default_factory=Trigger)
+    since: int = 0  # fast steps since the last dense pass (policy window: since the last re-anchoring)
+    unverified: int = 0  # exact mode: tokens at the end of `length` that only fast steps have read
+
+
+def decide(row: Row, cfg, text: str) -> tuple[Trigger, str]:
+    """What the step that feeds a token of this text to a row is: (the trigger's new state, the reason).
+
+    cfg is a `sfi.SFIConfig`.  The reason is one of SLOW_REASONS, or "fast", or "re-anchor": fast, after sinks
+    and window have been copied anew from the cache (policy window).
+    """
+    trigger, looks = look(row.trigger, text, cfg.delay)
+    length = row.length + (cfg.policy != "window")  # which copies its memory before this token is cached
+    if cfg.policy == "dense":
+        return trigger, "dense"
+    if not row.memory and cfg.candidates(length) <= cfg.budget:
+        return trigger, "short"
+    if cfg.policy == "window":
+        return trigger, "fast" if row.memory and row.since < cfg.max_interval else "re-anchor"
+    if not row.memory:
+        return trigger, "first"
+    if cfg.policy == "sentence" and looks and row.since >= cfg.min_gap:
+        return trigger, "sentence"
+    if cfg.policy != "never" and row.since >= cfg.max_interval:
+        return trigger, "interval"
+    return trigger, "fast"

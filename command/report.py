@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from command.parser import harmless
 from command.text import Stream
 from model import Model
-from sfi import SLOW_REASONS, SFIConfig, Step
+from sfi import SFIConfig, Step
+from trigger import SLOW_REASONS
 
 BOLD, DIM, SLOW = "\x1b[1m", "\x1b[2m", "\x1b[36m"
 ENDS = {"stop": "end token", "length": "length limit", "interrupted": "Ctrl-C", "closed": "closed output"}

@@ -17,8 +17,9 @@ from tqdm import tqdm
 from command.timing import dense_step, seconds
 from exact import LEADS, SEEN, Speculation
 from sampling import GREEDY
-from sfi import Engine, Row, SFIConfig
+from sfi import Engine, SFIConfig
 from study.steps import filled, fits
+from trigger import Row
 
 CHANCES = (0.7, 0.8, 0.9, 0.95, 0.99)
 SURE = 1000.0  # drafts that the chances count for, so that the rule knows them

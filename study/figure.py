@@ -2,7 +2,7 @@
 
     python -m study.figure --out study/results/method.svg
 
-Drawn from the rules of `sfi.py` on a made-up sentence: what a fast step and a slow step read.
+Drawn from the rules of `trigger.py` and `sfi.py` on a made-up sentence: what a fast step and a slow step read.
 """
 
 import random
@@ -14,8 +14,8 @@ from command.parser import Parser
 
 matplotlib.rcParams["svg.hashsalt"] = "sfi"  # the same file from run to run
 
-WORDS = "was calm . Then the old letter came back to the sea".split()
-SLOW = ("Then",)  # the first word of a sentence
+WORDS = ". Rosa Marsh wrote a long letter home from over the sea".split()
+SLOW = ("wrote",)  # the first word after a name
 CACHED, N_SINK, N_SELECT, N_RECENT = 64, 3, 9, 8
 COLOURS = {
     "sinks": "#4c566a",
@@ -102,12 +102,12 @@ def draw(path: Path):
             weight="bold",
         )
         centre[i] = left + i * width + (width - 0.9) / 2
-    first, fast = centre[WORDS.index("Then")], centre[WORDS.index("came")]
+    first, fast = centre[WORDS.index("wrote")], centre[WORDS.index("home")]
     ax.text(left, 2.4, "decoding, a step a token:", **small)
     ax.text(left + 19, 2.4, "slow", fontsize=10, weight="bold", color="#bf616a")
-    ax.text(left + 23.2, 2.4, "at a sentence's start, 16 to 64 fast steps after the last;", **small)
-    ax.text(left + 62.5, 2.4, "fast", fontsize=10, weight="bold", color="#7c9a63")
-    ax.text(left + 66.3, 2.4, "otherwise", **small)
+    ax.text(left + 23.2, 2.4, "once a sentence has named what it is about;", **small)
+    ax.text(left + 56.5, 2.4, "fast", fontsize=10, weight="bold", color="#7c9a63")
+    ax.text(left + 60.3, 2.4, "otherwise", **small)
 
     arrow(ax, (first - 5, 40.6), (first - 1, 10.2), "#bf616a")
     ax.text(first - 5.4, 25, "1  dense attention\nover everything", ha="right", va="center", **small)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from command.text import Text
-from sfi import Row, SFIConfig, decide
+from sfi import SFIConfig
 from tests.conftest import SHARED
-from trigger import Trigger, advance, look
+from trigger import Row, Trigger, advance, decide, look
 
 # SmolLM2 has no token for these characters: 他 comes in bytes, the first of which fires, and the bytes of ？
 # are no ender.
