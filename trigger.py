@@ -2,9 +2,9 @@
 
 The paper makes the slow step at a sentence's first token.  Its one query does not know yet what the sentence
 will need; once a subject is named, the same step finds it (study/RESULTS.md).  So here the slow step comes
-with the first word after a name or a number, and after `delay` tokens at the latest; a delay of 0 is the
-paper's rule.  Pure functions of the tokens' texts, for any tokenizer.  Read before: `memory.py`; next:
-`sfi.py`.
+with the first word after a name or a number; a sentence that has named nothing after `delay` tokens gets one
+there too.  A delay of 0 is the paper's rule.  Pure functions of the tokens' texts, for any tokenizer.  Read
+before: `memory.py`; next: `sfi.py`.
 """
 
 import re
@@ -39,24 +39,24 @@ class Trigger(NamedTuple):
     """Where a row stands in its sentence."""
 
     armed: str = "no"  # see `advance`
-    place: int = -1  # tokens since the sentence's first; -1: its look has been, or no sentence has begun
+    place: int = -1  # tokens since the sentence's first; -1: nothing more is waited for
     named: bool = False  # whether it has named something
 
 
 def look(trigger: Trigger, text: str, delay: int) -> tuple[Trigger, bool]:
     """Read one generated token's text: (the trigger after it, whether its step should look at everything).
 
-    A sentence is looked up once: with the first new word after a name (a word with a capital, the sentence's
-    first token apart) or a number, and `delay` tokens after its start if there was none.
+    That is with the first new word after the sentence's first name (a word with a capital, its first token
+    apart) or number; and also `delay` tokens after its start, if it has named nothing before.
     """
     armed, starts = advance(trigger.armed, text)
     place = 0 if starts else trigger.place + 1 if trigger.place >= 0 else -1
     word = text.lstrip()
     after_name = trigger.named and text[:1].isspace() and not word[:1].isupper()
-    if place == delay or (place > 0 and after_name):
+    if place > 0 and after_name:
         return Trigger(armed), True
     named = place > 0 and (trigger.named or word[:1].isupper() or word[:1].isdigit())
-    return Trigger(armed, place, named), False
+    return Trigger(armed, place if delay else -1, named), place == delay
 
 
 @dataclass

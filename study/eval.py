@@ -6,8 +6,8 @@ Every prompt is read once; each method goes on from there, at the same budget: -
 are visible to a fast step right after it.  `sfi` and `paper` run the engine, with other settings after a
 colon (`sfi:delay=0,min_gap=16`); the others are masks over dense attention (`methods.py`), among them
 `trial`, which is Slow-Fast Inference as a mask, with variants that the product has not.  Every method's
-reading is counted, in cached tokens a step.  Prints a table and one JSON line last; Ctrl-C stops early and
-reports the samples done.  Read before: `sfi.py`, `tasks.py`, `methods.py`.
+reading is counted, in cached tokens a step.  Prints a table and one JSON line last; --out is written anew
+after every sample.  Read before: `sfi.py`, `tasks.py`, `methods.py`.
 """
 
 import json
@@ -128,7 +128,7 @@ class Bench:
         self.base = Engine(self.model, DENSE, self.text.token_text, ops=self.ops, **sizes)
         n, cache = len(ids) - TAIL, self.base.cache
         cache.k[:, 0, :, :n], cache.v[:, 0, :, :n] = self.prompt.k[:, :, :n], self.prompt.v[:, :, :n]
-        cache.key_norm[:, 0, :, :n] = self.prompt.k[:, :, :n].norm(dim=-1)
+        cache.key_norm[:, 0, :, :n] = self.prompt.k[:, :, :n].float().norm(dim=-1)
         self.base.rows[0].length, self.base.rows[0].tokens = n, ids[:n]
 
     def start(self, cfg: SFIConfig):
@@ -351,34 +351,28 @@ def main(argv=None):
         check_trained(model, text)
     except (ValueError, OSError) as e:
         p.error(" ".join(str(e).split()))
-    results, raw = [], {}
+    results, raw, rows = [], {}, []
+
+    def keep():  # as they come: a long run that breaks off keeps what it has
+        if args.out:
+            facts = {"command": sys.argv[1:], "commit": commit(), "rows": results + rows, "raw": raw}
+            args.out.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+
     for task, methods in tables.items():
         bench = Bench(model, text, any(method.kind == "h2o" for method in methods))
         run = forced_sample if task in TASKS else file_sample
         run = free_sample if task in FREE else run
         count = min(args.samples, len(files[task])) if task in files else args.samples
-        done = 0
-        try:
-            for i in tqdm(range(args.first, args.first + count), desc=task, disable=None):
-                asked = (
-                    files[task][i] if task in files else sample(task, i, text, args.context, args.new, source)
-                )
-                run(bench, methods, asked, args.share, SFIConfig())
-                done += 1
-        except KeyboardInterrupt:
-            print(f"{task}: stopped after {done} samples", file=sys.stderr)
-            if not done:
-                break
-        for method in methods:
-            method.scores = {name: values[:done] for name, values in method.scores.items()}
-        found = summary(task, methods, args.context, args.share)
-        print(f"\n{task}: {done} prompts of about {args.context} tokens, share {args.share}")
-        show(found, methods)
-        results += found
-        raw[task] = {method.name: method.scores for method in methods}
-        if args.out:
-            facts = {"command": sys.argv, "commit": commit(), "rows": results, "raw": raw}
-            args.out.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        for done in tqdm(range(count), desc=task, disable=None):
+            i = args.first + done
+            s = files[task][i] if task in files else sample(task, i, text, args.context, args.new, source)
+            run(bench, methods, s, args.share, SFIConfig())
+            rows = summary(task, methods, args.context, args.share)
+            raw[task] = {method.name: method.scores for method in methods}
+            keep()
+        print(f"\n{task}: {count} prompts of about {args.context} tokens, share {args.share}")
+        show(rows, methods)
+        results, rows = results + rows, []
     print(json.dumps({"ckpt": args.ckpt, "rows": results}))
 
 

@@ -25,8 +25,9 @@ from exact import LEADS, Drafts, Speculation
 from model import DTYPES
 from sampling import GREEDY, Sampling, noisy
 from sfi import Engine, SFIConfig, decode
-from study.eval import DENSE, Bench, filler, needle
+from study.eval import DENSE, TAIL, Bench
 from study.steps import commit
+from study.tasks import filler, needle
 
 KINDS = ("continuation", "key", "list", "code", "chat")
 TIE = 1e-3  # logits
@@ -38,7 +39,7 @@ def prompt(kind: str, i: int, text: Text) -> list[int]:
     rng = random.Random(f"{kind} {i}")
     tokens = rng.randrange(500, 6001)
     if kind == "key":
-        return needle("free", rng, text, tokens)[0]
+        return needle("free", rng, text, tokens).prompt
     if kind == "code":
         source = (Path(__file__).parent.parent / rng.choice(SOURCES)).read_text(encoding="utf-8")
         return text.encode(source)[:tokens]
@@ -57,7 +58,7 @@ def decoded(bench: Bench, cfg: SFIConfig, new: int, sampling: Sampling):
     engine, tally, tokens = bench.base.fork(cfg), Tally(), []
     speculation = Speculation(engine, sampling) if cfg.exact else None
     settings = dict(max_new_tokens=new, sampling=sampling, speculation=speculation)
-    for step in decode(engine, [bench.tail], **settings):
+    for step in decode(engine, [bench.prompt.ids[-TAIL:]], **settings):
         tally.add(step)
         tokens += step.tokens[0]
     return tokens, tally, speculation and speculation.drafts[0]
@@ -106,7 +107,7 @@ def main(argv=None):
         model = load(folder, config, DTYPES[args.dtype])
     except (ValueError, OSError) as e:
         p.error(" ".join(str(e).split()))
-    rows, wrong, bench = [], 0, Bench(model, text, args.new)
+    rows, wrong, bench = [], 0, Bench(model, text, False)
     result = dict(ckpt=args.ckpt, dtype=args.dtype, draft_cost=args.draft_cost, new=args.new, commit=commit())
 
     def keep():  # as they come: a long run that breaks off keeps what it has
@@ -116,7 +117,7 @@ def main(argv=None):
     for i in tqdm(range(args.prompts), disable=None):
         kind, cfg = KINDS[i % len(KINDS)], configs[i % len(configs)]
         ids = prompt(kind, i, text)
-        bench.prefill(ids)
+        bench.read(ids, args.new)
         for sampling in samplings:
             (dense, *_), (exact, tally, drafts) = [
                 decoded(bench, c, args.new, sampling) for c in (DENSE, cfg)

@@ -2,7 +2,7 @@
 
     python -m study.figure --out study/results/method.svg
 
-Drawn from the rules of `trigger.py` and `sfi.py` on a made-up sentence: what a fast step and a slow step read.
+Drawn from the rules of `trigger.py` and `sfi.py` on a made-up sentence: what a fast and a slow step read.
 """
 
 import random

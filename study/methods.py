@@ -32,7 +32,8 @@ class Prompt:
     def __init__(self, model: Model, ids: list[int], linear, keep=256, votes=False):
         c, self.model, self.ids, self.linear = model.config, model, ids, linear
         shape = (c.num_hidden_layers, c.num_key_value_heads, len(ids), c.head_dim)
-        self.k, self.v, self.keep = torch.empty(shape), torch.empty(shape), min(keep, len(ids))
+        self.k, self.v = (torch.empty(shape, dtype=model.dtype) for _ in range(2))
+        self.keep = min(keep, len(ids))  # queries are kept in fp32
         self.q = torch.empty((shape[0], c.num_attention_heads, self.keep, c.head_dim))
         self.received = torch.zeros(shape[:3]) if votes else None
         for first in range(0, len(ids), 512):
@@ -53,8 +54,8 @@ class Prompt:
         K, V = self.k[layer, None, :, :n], self.v[layer, None, :, :n]
         causal = torch.ones(q.shape[2], n, dtype=torch.bool).tril(first)
         if self.received is not None:
-            grouped = q[0].unflatten(0, (n_kv, -1)).flatten(1, 2)  # (K, G * T, D)
-            s = grouped @ K[0].mT * K.shape[-1] ** -0.5
+            grouped = q[0].unflatten(0, (n_kv, -1)).flatten(1, 2).float()  # (K, G * T, D)
+            s = grouped @ K[0].mT.float() * K.shape[-1] ** -0.5
             s.masked_fill_(~causal.repeat(q.shape[1] // n_kv, 1), -torch.inf)
             self.received[layer, :, :n] += s.softmax(-1).sum(1)
         out = F.scaled_dot_product_attention(q, K, V, attn_mask=causal, enable_gqa=True)
@@ -65,7 +66,7 @@ class Prompt:
         S, k = len(self.ids), self.k[layer]
         n = min(n, self.keep)
         q = self.q[layer, :, self.keep - n :].unflatten(0, (len(k), -1))  # (K, G, n, D)
-        s = q @ k[:, None].mT * k.shape[-1] ** -0.5
+        s = q @ k[:, None].mT.float() * k.shape[-1] ** -0.5
         return s.masked_fill_(torch.ones(n, S, dtype=torch.bool).triu(S - n + 1), -torch.inf)
 
     def answer(self, tokens: list[int], method, texts=()):
@@ -79,9 +80,9 @@ class Prompt:
 
         def attention(layer, q, k, v):
             n_kv = k.shape[2]
-            K = torch.cat([self.k[layer], k[0].transpose(0, 1)], dim=1)  # (K, P, D)
-            V = torch.cat([self.v[layer], v[0].transpose(0, 1)], dim=1)
-            q = q[0].unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3)  # (K, G, T, D)
+            K = torch.cat([self.k[layer], k[0].transpose(0, 1)], dim=1).float()  # (K, P, D)
+            V = torch.cat([self.v[layer], v[0].transpose(0, 1)], dim=1).float()
+            q = q[0].float().unflatten(1, (n_kv, -1)).permute(1, 2, 0, 3)  # (K, G, T, D)
             s = q @ K[:, None].mT * K.shape[-1] ** -0.5  # (K, G, T, P)
             s.masked_fill_(torch.ones(T, S + T, dtype=torch.bool).triu(S + 1), -torch.inf)
             visible = method.see(layer, s, q, K)  # (K, T, P), or None: everything
@@ -92,7 +93,7 @@ class Prompt:
                 causal = torch.ones(T, S + T, dtype=torch.bool).tril(S)
                 read.append((visible & causal).sum(-1).float().mean().item() + method.extra(layer))
             p = s.softmax(-1)
-            return (p @ V[:, None]).permute(2, 0, 1, 3).flatten(1, 2)[None]
+            return (p @ V[:, None]).permute(2, 0, 1, 3).flatten(1, 2)[None].to(v.dtype)
 
         if not T:
             return self.logits, float("nan")

@@ -179,7 +179,7 @@ def test_tidal_layers_use_what_one_layer_chose():
 
 def test_when_to_look():
     texts = [".", " The", " age", " of", " Ann", " is", ".", " He", " ran", " home", ".", " No"]
-    assert starts(texts) == [1, 7, 11] and delayed(texts, 2) == [3, 9] and named(texts, 3) == [4, 10]
+    assert starts(texts) == [1, 7, 11] and delayed(texts, 2) == [3, 9] and named(texts, 3) == [4, 5, 10]
     assert named(texts, 9) == [5] and spaced([1, 3, 7], 20, 2, 6) == [3, 7, 14]
 
 

@@ -113,8 +113,8 @@ def test_exact_mode_gives_dense_decodings_tokens(smollm2, kind, i, n_select, tem
     """Greedy and sampled, of prompts that `exactness.py` runs at full length, 40 of them."""
     model, text, _ = smollm2
     ids, new = exactness.prompt(kind, i, text), 50
-    bench = exactness.Bench(model, text, new)
-    bench.prefill(ids)
+    bench = exactness.Bench(model, text, False)
+    bench.read(ids, new)
     cfg = SFIConfig(exact=True, n_select=n_select, n_recent=128, draft_cost=0.3)
     sampling = Sampling(temperature, seed=1)
     (dense, *_), (exact, tally, _) = [exactness.decoded(bench, c, new, sampling) for c in (DENSE, cfg)]

@@ -144,7 +144,7 @@ SAID = {
         ("no name", 2, 5, [5, 15]),
         ("no name", 4, 9, []),
         ("name", 0, 0, [1]),
-        ("name", 2, 0, [3]),
+        ("name", 2, 0, [3, 7]),
         ("name", 10, 0, [7]),  # the first word after the name, and not again
         ("name first", 10, 0, [5]),
         ("one name first", 10, 0, []),  # its capital is the sentence's
