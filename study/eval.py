@@ -75,7 +75,7 @@ class Method:
             known = ", ".join(("dense", *ENGINE, *PEERS, *TRIAL))
             raise ValueError(f"--method {self.name}; allowed are {known}")
         of = SFIConfig if self.kind in ENGINE else SlowFast
-        types = {f.name: f.type for f in fields(of)} | {"looks": str}
+        types = {f.name: f.type for f in fields(of)} | {"looks": str, "gap": int}
         self.settings = {}
         for name, _, value in (part.partition("=") for part in filter(None, given.split(","))):
             kind = str(getattr(types.get(name), "__name__", types.get(name)))

@@ -153,7 +153,7 @@ CHOICES = [
     dict(selector="paper"),
     dict(selector="paper", fusion="geometric"),
     dict(selector="paper", steps=()),
-    *(without(name, step) for name, (_, steps) in selector.SELECTORS.items() for step in steps),
+    *(without(name, step) for name, some in selector.SELECTORS.items() for step in some.steps),
 ]
 SHAPES = [("follow", 1, 290, 60), ("follow", 19, 130, 50), ("paper", 1, 130, 50)]  # R, width, n
 
@@ -228,7 +228,7 @@ slow = lambda name: pytest.param(name, marks=pytest.mark.slow)
 EXACT = replace(SMALL, exact=True, draft_cost=0.0)
 
 
-@pytest.mark.parametrize("name", ["sentence-follow", slow("sentence-paper"), slow("window"), slow("exact")])
+@pytest.mark.parametrize("name", ["reread", slow("sentence-paper"), slow("window"), slow("exact")])
 def test_whole_decode(backend, small, name):
     """Unequal rows, mixed steps: tokens and reasons of the reference."""
     cfg = replace((CONFIGS | {"exact": EXACT})[name], n_select=5, n_recent=5, min_gap=1, max_interval=3)
