@@ -264,14 +264,20 @@ class Engine:
             logits = self.together(live, plans, self.cfg.reread if slow else 1)
         else:
             logits = self.together([b for b in live if b not in slow], plans, 1)
-            logits[slow] = self.together(slow, plans, self.cfg.reread)[slow]
+            first, last = slow[0], slow[-1] + 1
+            late = self.together(slow, plans, self.cfg.reread, first, last)
+            is_slow = torch.tensor([[b in slow] for b in range(first, last)], device=logits.device)
+            late = torch.where(is_slow, late, logits[first:last])
+            logits = torch.cat([logits[:first], late, logits[last:]])
         return logits, [self.record(row, plan) for row, plan in zip(self.rows, plans, strict=True)]
 
-    def together(self, rows: list[int], plans: list[RowStep], T: int):
-        """One pass of the last T tokens of these rows, as `plans` says.  Returns logits (B, V)."""
-        plans = [plan if b in rows else RowStep() for b, plan in enumerate(plans)]
-        fed = [row.tokens[-T:] if b in rows else [0] * T for b, row in enumerate(self.rows)]
-        return self.run(0, fed, plans)[:, -1]
+    def together(self, live, plans: list[RowStep], T: int, first=0, last=None):
+        """One pass of the last T tokens of the `live` rows, of rows [first, last), as `plans` says.  Returns
+        logits (last - first, V).
+        """
+        rows = range(first, len(plans) if last is None else last)
+        fed = [self.rows[b].tokens[-T:] if b in live else [0] * T for b in rows]
+        return self.run(first, fed, [plans[b] if b in live else RowStep() for b in rows])[:, -1]
 
     def pick(self, logits, sampling=GREEDY) -> list[int]:
         """The next token of every row, from the logits (B, V) of the last step: the one host read of a step.
