@@ -39,7 +39,7 @@ from tests.tiny import (
     tiny_model,
     token_text,
 )
-from trigger import advance
+from trigger import Trigger, look
 
 DENSE = SFIConfig(policy="dense")
 EXACT = replace(SMALL, exact=True, draft_cost=0.0)
@@ -130,21 +130,27 @@ def test_nothing_is_evicted(tiny):
 
 
 @pytest.mark.parametrize(
-    "pieces, starts",
+    "delay, pieces, slow",
     [
-        (["It", " ended", ".", " The"], [" The"]),
-        (["She", ' "', "go", '."', " Then"], [" Then"]),
-        (["98", ".", "6"], []),
-        (["e", ".g", ".", " the"], []),
-        (["。", "他"], ["他"]),
+        (16, [".", " The", " age", " of", " Ann", " is", " not", " told"], [" is"]),  # after the first name
+        (16, [".", " Ann", " Lee", "'s", " age", " is"], [" age"]),
+        (
+            3,
+            [".", " The", " age", " of", " the", " old", " sea"],
+            [" the"],
+        ),  # nothing is named: in the end there
+        (0, [".", " The", " age", " of", " Ann", " is"], [" The"]),  # the paper's rule
+        (0, ["She", ' "', "go", '."', " Then"], [" Then"]),
+        (0, ["e", ".g", ".", " the", " 98", ".", "6"], []),
+        (0, ["。", "他"], ["他"]),
     ],
 )
-def test_a_slow_step_comes_at_the_first_word_of_a_sentence(pieces, starts):
-    armed, found = "no", []
+def test_a_slow_step_comes_when_a_sentence_has_named_something(delay, pieces, slow):
+    trigger, found = Trigger(), []
     for piece in pieces:
-        armed, fires = advance(armed, piece)
-        found += [piece] * fires
-    assert found == starts
+        trigger, looks = look(trigger, piece, delay)
+        found += [piece] * looks
+    assert found == slow
 
 
 def test_as_long_as_all_fits_it_is_dense_decoding_bit_for_bit(tiny):
@@ -203,7 +209,7 @@ def test_selected_are_candidates_each_once_in_order(tiny, selector):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["sentence-follow", "sentence-paper", "window", "dense"])
+@pytest.mark.parametrize("name", ["sentence-follow", "sentence-paper", "reread", "window", "dense"])
 def test_rows_of_a_batch_are_independent(tiny, name, sampling):
     """Unequal lengths, rows that end at different times, slow beside fast: each row as if it were alone."""
     prompts, stop_ids = [prompt(5, 1), prompt(61, 2), prompt(31, 3)], set(range(3, 97, 10))
@@ -214,11 +220,11 @@ def test_rows_of_a_batch_are_independent(tiny, name, sampling):
         assert together[b] == alone[b]
         done = slice(len(alone[b]))
         assert [s.rows[b] for s in steps][done] == [s.rows[b] for s in others][done]
-    if name.startswith("sentence"):
+    if name in ("sentence-follow", "sentence-paper", "reread"):
         assert any({"fast"} < {did.reason for did in s.rows} for s in steps[1:]), "no mixed step was tested"
 
 
-@pytest.mark.parametrize("name", ["sentence-follow", "sentence-paper", "window", "never"])
+@pytest.mark.parametrize("name", ["reread", "sentence-paper", "window", "never"])
 def test_the_fast_formulations_give_the_references_tokens(tiny, name):
     """On a CPU here; `tests/test_backends.py` holds the Triton kernels to the reference too."""
     prompts = [prompt(60), prompt(9, 1)]
