@@ -97,3 +97,11 @@ def smollm2():
             raise
         pytest.skip(f"SmolLM2 is not to be had: {e}")
     return load_folder(folder), Text(folder), folder
+
+
+@pytest.fixture(scope="session")
+def qwen25():
+    """(model in fp32, text, folder) of a Qwen2.5 checkpoint, which is too large to be fetched for a test."""
+    if not (folder := os.environ.get("QWEN25")):
+        pytest.skip("no Qwen2.5 at hand: QWEN25=FOLDER runs this on a checkpoint")
+    return load_folder(Path(folder)), Text(Path(folder)), Path(folder)

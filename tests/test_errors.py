@@ -54,7 +54,9 @@ BAD_INPUTS = [  # CKPT is the tiny checkpoint, DIR/ a folder with FILES
     ("--n-select -5", "n_select = -5; allowed is a whole number of tokens, 0 or more"),
     ("--max-interval 0", "max_interval = 0; allowed is a whole number of tokens, 1 or more"),
     ("--min-gap 70", "min_gap = 70; allowed is at most max_interval = 64"),
-    ("--n-recent 8", "n_recent = 8; allowed is at least n_evidence = 16"),
+    ("--n-recent 8 --n-evidence 16", "n_recent = 8; allowed is at least n_evidence = 16"),
+    ("--reread 300", "reread = 300; allowed is at most n_recent = 256"),
+    ("--delay -1", "delay = -1; allowed is a whole number of tokens, 0 or more"),
     ("--steps past,magic", "steps has 'magic'; selector follow has past, heads, followers"),
     ("--prompt DIR/absent.txt", "no such file or directory; give a readable text file"),
     ("--prompt DIR/", "is a directory; give a readable text file"),
@@ -158,7 +160,7 @@ def test_closed_standard_streams(folder, prompt_file, closed):
 @pytest.mark.parametrize(
     "argv, call",
     [
-        (["--n-recent", "8"], lambda: SFIConfig(n_recent=8)),
+        (["--n-recent", "8", "--n-evidence", "9"], lambda: SFIConfig(n_recent=8, n_evidence=9)),
         (["--top-k", "-1"], lambda: Sampling(top_k=-1)),
         (["--max-new-tokens", "-1"], lambda: checks.check_lengths(None, [5], -1)),
         (["--prompt", "absent.txt"], lambda: checks.read_prompt("absent.txt")),

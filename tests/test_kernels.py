@@ -266,7 +266,9 @@ def test_backend_is_chosen_once_and_said(monkeypatch, capsys):
     assert not capsys.readouterr().err
     with pytest.raises(ValueError, match="^--backend cpu: it runs on a CPU; add --device cpu"):
         choose_backend("cpu", CUDA, SMALL)
-    monkeypatch.setitem(selector.SELECTORS, "toy", selector.Selector(lambda scores, *_: -scores[:, 0]))
+    monkeypatch.setitem(
+        selector.SELECTORS, "toy", selector.Selector(lambda scores, *_: -scores[:, 0], (), {})
+    )
     toy = replace(SMALL)
     object.__setattr__(toy, "selector", "toy")  # as if it were one of the choices
     assert choose_backend("auto", CUDA, toy) is REFERENCE

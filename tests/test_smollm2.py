@@ -1,4 +1,4 @@
-"""A real model: SmolLM2 against transformers, and what Slow-Fast Inference still finds in 3,000 tokens.
+"""Real models: SmolLM2 and Qwen2.5 against transformers, and what is still found in 3,000 tokens.
 
 These tests fetch SmolLM2 once (93 MB); where that is impossible they are skipped, and say so.
 """
@@ -27,8 +27,9 @@ def greedy(model, text, ids, new, cfg=DENSE):
     return [token for step in decode(engine, [ids], max_new_tokens=new) for token in step.tokens[0]]
 
 
-def test_greedy_tokens_equal_transformers(smollm2):
-    model, text, folder = smollm2
+@pytest.mark.parametrize("name", ["smollm2", "qwen25"])
+def test_greedy_tokens_equal_transformers(name, request):
+    model, text, folder = request.getfixturevalue(name)
     hf = transformers_model(folder, torch.float32)
     prompts = [
         text.encode("The three laws of motion are"),
@@ -42,6 +43,7 @@ def test_greedy_tokens_equal_transformers(smollm2):
                 max_new_tokens=64,
                 min_new_tokens=64,
                 do_sample=False,
+                repetition_penalty=1.0,
                 use_cache=True,
                 eos_token_id=None,
             )
