@@ -41,6 +41,7 @@ from study.methods import (
     SnapKV,
     StreamingLLM,
     Tidal,
+    by_sign,
     delayed,
     named,
     spaced,
@@ -60,6 +61,7 @@ ENGINE = {  # methods that run the engine -> what they change in its configurati
     "fixed": dict(policy="fixed"),  # as many slow steps as the first row with sentences, if there is one
 }
 TRIAL = ("once", "trial")
+SIGNS = ("doubt", "drift", "sinks")
 
 
 @dataclass
@@ -99,15 +101,19 @@ class Method:
             raise ValueError(f"a budget of {budget} tokens leaves {n_select} to select; allowed is 1 or more")
         return replace(base, n_recent=recent, **{"n_select": n_select} | changes)
 
-    def mask(self, budget: int, base: SFIConfig, texts):
-        """The method as a mask over an answer with these texts."""
+    def mask(self, budget: int, base: SFIConfig, s: Sample, texts, prompt: Prompt):
+        """The method as a mask over a sample's answer, whose tokens have these texts."""
         if self.kind in PEERS:
             return PEERS[self.kind](budget)
         cfg, settings = self.config(budget, base), dict(self.settings)
         if self.kind == "once":
-            return SlowFast(cfg, slide=cfg.max_interval, **{"n_evidence": 64} | settings)
-        rule, _, number = settings.pop("looks", "named").partition("@")  # such as named@16, start@6, period@8
+            return SlowFast(cfg, slide=cfg.max_interval, **settings)
+        # looks: such as named@16, start@6, period@8, or a sign and its threshold: doubt@-1, drift@0.3
+        rule, _, number = settings.pop("looks", "named").partition("@")
         gap = settings.pop("gap", 4)
+        if rule in SIGNS:
+            make = lambda looks: SlowFast(cfg, looks, sign=rule, **settings)
+            return by_sign(prompt, s.forced, make, float(number), gap, cfg.max_interval)
         wanted = {"named": named, "start": delayed}
         found = wanted[rule](texts, int(number or 16)) if rule in wanted else []
         interval = int(number) - 1 if rule == "period" else cfg.max_interval
@@ -171,7 +177,7 @@ def forced_sample(bench: Bench, methods: list[Method], s: Sample, share: float, 
             logits, read, slow = bench.forced(cfg, s.forced)
             slow_steps = slow if method.kind == "sfi" and slow_steps is None else slow_steps
         else:
-            mask = method.mask(budget, base, texts)
+            mask = method.mask(budget, base, s, texts, bench.prompt)
             logits, read = bench.prompt.answer(s.forced, mask, texts)
             slow = len(getattr(mask, "looks", ()))
         log_p = logits.log_softmax(-1)

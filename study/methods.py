@@ -265,26 +265,28 @@ def named(texts, delay: int = 16) -> list[int]:
 class SlowFast(Dense):
     """Slow-Fast Inference, with the variants that were tried.
 
-    looks: which tokens are fed in a slow step.  n_evidence queries of the prompt choose the first memory.
-    past: weight of what earlier refreshes saw; peaks: what a refresh keeps of the largest attention that the
-    followers count (0: forgotten); kept: queries of so many fast steps before a look are scored with its own;
-    reserve: share of N that the prompt's evidence alone fills; layers: N of each layer, as a multiple.
+    looks: which tokens are fed in a slow step.  n_evidence: queries of the prompt that choose the first memory.
+    past: weight of what earlier refreshes saw.  peaks: what a refresh keeps of the largest attention, which the
+    followers count (0: forgotten).  kept: the queries of so many steps before a look are scored with its own.
+    reserve: share of N that the prompt's evidence alone fills.  layers: such as "0.5@3-10", these layers get so
+    much of N, the others what that leaves.
     """
 
     cfg: SFIConfig
     looks: list = field(default_factory=list)
-    n_evidence: int = 16
-    past: float = 0.5
+    n_evidence: int = 64
+    past: float = 0.9
     peaks: float = 0.0
-    kept: int = 0
+    kept: int = 3
     reserve: float = 0.0
-    layers: list | None = None
+    layers: str = ""
     slide: int = 0  # without looks: the recent window starts anew after so many steps
+    sign: str = ""  # what `by_sign` looks at: drift, sinks or doubt
 
     def see(self, layer, s, q, K):
         cfg, S, T = self.cfg, self.S, self.T
         norm, state = K.norm(dim=-1), {}
-        N = round(cfg.budget * (self.layers[layer] if self.layers else 1))
+        N = self.selected(layer)
         visible = self.nothing()
         visible[..., : cfg.n_sink] = True
         evidence = self.prompt.evidence(layer, self.n_evidence)
@@ -297,7 +299,31 @@ class SlowFast(Dense):
         for t in range(self.slide or T, T, self.slide or T):  # the window slides
             visible[:, t:, cfg.n_sink : cfg.recent_start(S + t)] = False
             visible[:, t:] |= state["chosen"]
+        self.signs = self.signs + self.read_sign(s, q, visible) if layer else self.read_sign(s, q, visible)
         return visible
+
+    def selected(self, layer):
+        """N of a layer."""
+        if not self.layers:
+            return self.cfg.budget
+        share, _, places = self.layers.partition("@")
+        first, last = map(int, places.split("-"))
+        n, L = last - first + 1, len(self.prompt.k)
+        return round(
+            self.cfg.budget * (float(share) if first <= layer <= last else (L - n * float(share)) / (L - n))
+        )
+
+    def read_sign(self, s, q, visible):
+        """(T,), the larger the more a step needs a look, by its own attention: how far its query has turned
+        from that of the last look (RefreshKV, 2411.05787), or the attention that falls on the sinks.
+        """
+        if self.sign == "sinks":
+            p = s.masked_fill(~visible[:, None], -torch.inf).softmax(-1)
+            return p[..., : self.cfg.n_sink].sum(-1).mean((0, 1))
+        if self.sign == "drift":
+            last = torch.tensor([max((at for at in self.looks if at <= t), default=0) for t in range(self.T)])
+            return 1 - F.cosine_similarity(q, q[:, :, last], dim=-1).mean((0, 1))
+        return torch.zeros(self.T)
 
     def extra(self, layer):
         """Copies: a token is read and written."""
@@ -339,3 +365,26 @@ class SlowFast(Dense):
                 state["kept"] = top_n(f, round(self.reserve * N))
             f = f.scatter(1, state["kept"], torch.inf)
         return top_n(f, N)
+
+
+def by_sign(prompt: Prompt, tokens: list[int], make, threshold: float, min_gap: int, max_interval: int):
+    """`make(looks)`, a SlowFast, with looks where its sign passes a threshold: the fast step that shows it is
+    taken again as a slow one.  Doubt is the lead of the likeliest token over the second, in logits, with a
+    minus.  A pass over the answer for each look.
+    """
+    looks, layers = [], len(prompt.k)
+    while True:
+        method = make(looks)
+        logits, _ = prompt.answer(tokens, method)
+        signs = method.signs / layers
+        if method.sign == "doubt":
+            signs = logits[1:].topk(2).values.diff()[:, 0]
+        first = looks[-1] + 1 if looks else 0
+        wanted = (
+            t
+            for t in range(first, len(tokens) - 1)
+            if t - first >= max_interval or (t - first >= min_gap and signs[t] > threshold)
+        )
+        if (t := next(wanted, None)) is None:
+            return method
+        looks.append(t)

@@ -195,7 +195,7 @@ def test_the_mask_of_slow_fast_inference_is_the_engine(tiny_text, selector):
     )
     logits, read, slow = bench.forced(base, ids[-60:])
     looks = spaced(delayed([text.token_text(t) for t in ids[-60:]], 0), 59, 2, 9)
-    trial = SlowFast(base, looks, n_evidence=base.n_evidence, past=0.9)
+    trial = SlowFast(base, looks, n_evidence=base.n_evidence, kept=0)
     masked, masked_read = bench.prompt.answer(ids[-60:], trial)
     assert slow == len(looks) > 4
     torch.testing.assert_close(masked, logits, atol=2e-4, rtol=0)
@@ -210,7 +210,8 @@ def test_forced_answers_against_plain_dense_passes(tiny_text):
     """Dense differs from itself by nothing; the others by what plain log-probabilities say."""
     model, text = tiny_text
     ids = random.Random(0).choices(range(256), k=300)
-    names = "dense sfi fixed window paper never once trial:kept=2 streaming snapkv h2o quest".split()
+    names = "dense sfi fixed window paper never once streaming snapkv h2o quest".split()
+    names += ["trial:kept=2", "trial:layers=0.5@0-0", "trial:looks=doubt@-9", "trial:looks=drift@0.1"]
     bench, methods = Bench(model, text, True), [Method(name) for name in names]
     s = Sample(ids[:-40], ids[-40:], facts=[[3, 4], [9]])
     forced_sample(bench, methods, s, 0.45, BASE)
