@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from command.text import Text
 from sfi import SFIConfig
+from study import curves, stability
 from study import eval as quality
-from study import stability
 from study.eval import Bench, Method, f1, forced_sample, free_sample, interval, read_tasks, summary, words
 from study.methods import (
     H2O,
@@ -307,6 +307,27 @@ def test_the_command_prints_a_table_and_one_json_line(smollm2, capsys, tmp_path)
     assert all({"method", "score", "ci", "diff_ci"} <= set(r) and r["samples"] == 1 for r in result["rows"])
     written = json.loads(out.read_text())
     assert written["rows"] == result["rows"] and written["raw"]["keys"]["dense"]["facts"] == [1.0]
+
+
+def test_curves_join_the_budgets_of_several_files(tmp_path, capsys):
+    row = lambda task, method, metric, score: dict(
+        task=task, method=method, metric=metric, score=score, ci=[0, 1]
+    )
+    files = []
+    for i, read in enumerate((250, 125)):
+        rows = [row("walk", "dense", "read", 1000), row("walk", "dense", "facts", 0.9)]
+        rows += [row("walk", "sfi", "read", read), row("walk", "sfi", "facts", 0.8 - i / 10)]
+        rows += [row("walk", "sfi:delay=0", "read", read), row("walk", "sfi", "kl", 7)]  # neither is drawn
+        files.append(tmp_path / f"{i}.json")
+        files[-1].write_text(json.dumps({"rows": rows}))
+    found = curves.points(files)
+    assert found["walk"]["sfi"] == [(0.125, pytest.approx(0.7), 0, 1), (0.25, 0.8, 0, 1)]
+    assert set(found["walk"]) == {"dense", "sfi"}
+    curves.main([*map(str, files), "--out", str(tmp_path / "out.png")])
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    with pytest.raises(SystemExit) as e:
+        curves.main([str(tmp_path / "none.json"), "--out", str(tmp_path / "out.png")])
+    assert e.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_small_walk_on_a_real_model(smollm2):
