@@ -265,11 +265,11 @@ def named(texts, delay: int = 16) -> list[int]:
 class SlowFast(Dense):
     """Slow-Fast Inference, with the variants that were tried.
 
-    looks: which tokens are fed in a slow step.  n_evidence: queries of the prompt that choose the first memory.
-    past: weight of what earlier refreshes saw.  peaks: what a refresh keeps of the largest attention, which the
-    followers count (0: forgotten).  kept: the queries of so many steps before a look are scored with its own.
-    reserve: share of N that the prompt's evidence alone fills.  layers: such as "0.5@3-10", these layers get so
-    much of N, the others what that leaves.
+    looks: which tokens are fed in a slow step.  n_evidence: queries of the prompt that choose the first
+    memory.  past: weight of what earlier refreshes saw.  peaks: what a refresh keeps of the largest
+    attention, which the followers count (0: forgotten).  kept: the queries of so many steps before a look are
+    scored with its own.  reserve: share of N that the prompt's evidence alone fills.  layers: such as
+    "0.5@3-10", these layers get so much of N, the others what that leaves.
     """
 
     cfg: SFIConfig
