@@ -47,7 +47,9 @@ class SFIConfig:
     n_select: int = option(1536, "N: tokens that each KV head selects at a refresh")
     n_recent: int = option(256, "last tokens visible at a refresh, at least")
     align: int = option(16, "the recent window starts at a multiple of this")
-    max_interval: int = option(64, "a slow step comes after this many fast ones at the latest")
+    max_interval: int | None = by_selector(
+        "max_interval", "a slow step comes after so many fast ones at the latest"
+    )
     delay: int | None = by_selector(
         "delay", "it comes after a sentence's first name, at most so many tokens in"
     )
@@ -68,8 +70,8 @@ class SFIConfig:
     )
 
     def __post_init__(self):
-        least = dict(n_sink=0, n_select=0, n_recent=1, align=1, max_interval=1)
-        own = dict(delay=0, min_gap=0, n_evidence=1, reread=1)
+        least = dict(n_sink=0, n_select=0, n_recent=1, align=1)
+        own = dict(max_interval=1, delay=0, min_gap=0, n_evidence=1, reread=1)
         for name, low in (least | own).items():
             value = getattr(self, name)
             if value is None and name in own:
@@ -81,10 +83,11 @@ class SFIConfig:
                 raise ValueError(
                     f"{f.name} = {getattr(self, f.name)!r}; allowed are {', '.join(f.metadata['choices'])}"
                 )
-        most = dict(n_evidence=self.n_recent, reread=self.n_recent, min_gap=self.max_interval)
+        most = {"n_evidence": "n_recent", "reread": "n_recent", "min_gap": "max_interval"}
         for name, value in SELECTORS[self.selector].settings.items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, min(value, most.get(name, value)))
+                at_most = getattr(self, most[name]) if name in most else value
+                object.__setattr__(self, name, min(value, at_most))
         if self.steps is not None:
             object.__setattr__(self, "steps", tuple(self.steps))
             if unknown := set(self.steps) - set(known := SELECTORS[self.selector].steps):
@@ -212,7 +215,7 @@ class Engine:
             if not sound(logits):
                 raise NotFinite("logits")
             progress(len(piece))
-        self.rows[b].trigger = Trigger()
+        self.rows[b].trigger = Trigger("ready")  # what comes may begin a sentence
         return logits, row_step
 
     def dense_pass(self, b: int, tokens: list[int], reason: str, *, refresh=True, n_logits=1, drafted=0):

@@ -31,6 +31,7 @@ from command.machine import choose_backend
 from command.parser import Parser
 from command.text import Text
 from model import DTYPES
+from selector import SELECTORS
 from sfi import Engine, SFIConfig
 from study.forcing import force
 from study.methods import (
@@ -55,7 +56,7 @@ TAIL = 64  # tokens of the prompt that every engine reads itself: the evidence, 
 PEERS = {"streaming": StreamingLLM, "snapkv": SnapKV, "h2o": H2O, "quest": Quest, "tidal": Tidal}
 ENGINE = {  # methods that run the engine -> what they change in its configuration
     "sfi": {},
-    "paper": dict(selector="paper", delay=None, min_gap=None, n_evidence=None, reread=None),  # its own
+    "paper": {"selector": "paper"} | dict.fromkeys(SELECTORS["paper"].settings),  # None: its own
     "never": dict(policy="never"),
     "window": dict(policy="window"),
     "fixed": dict(policy="fixed"),  # as many slow steps as the first row with sentences, if there is one
@@ -77,7 +78,7 @@ class Method:
             known = ", ".join(("dense", *ENGINE, *PEERS, *TRIAL))
             raise ValueError(f"--method {self.name}; allowed are {known}")
         of = SFIConfig if self.kind in ENGINE else SlowFast
-        types = {f.name: f.type for f in fields(of)} | {"looks": str, "gap": int}
+        types = {f.name: f.type for f in fields(of)} | {"looks": str, "gap": int, "interval": int}
         self.settings = {}
         for name, _, value in (part.partition("=") for part in filter(None, given.split(","))):
             kind = str(getattr(types.get(name), "__name__", types.get(name)))
@@ -110,13 +111,13 @@ class Method:
             return SlowFast(cfg, slide=cfg.max_interval, **settings)
         # looks: such as named@16, start@6, period@8, or a sign and its threshold: doubt@-1, drift@0.3
         rule, _, number = settings.pop("looks", "named").partition("@")
-        gap = settings.pop("gap", 4)
+        gap = settings.pop("gap", cfg.min_gap)
         if rule in SIGNS:
             make = lambda looks: SlowFast(cfg, looks, sign=rule, **settings)
             return by_sign(prompt, s.forced, make, float(number), gap, cfg.max_interval)
         wanted = {"named": named, "start": delayed}
         found = wanted[rule](texts, int(number or 16)) if rule in wanted else []
-        interval = int(number) - 1 if rule == "period" else cfg.max_interval
+        interval = int(number) - 1 if rule == "period" else settings.pop("interval", cfg.max_interval)
         return SlowFast(cfg, spaced(found, len(texts) - 1, gap, interval), **settings)
 
 

@@ -254,7 +254,7 @@ def delayed(texts, delay: int) -> list[int]:
 
 def named(texts, delay: int = 16) -> list[int]:
     """The engine's rule: after each sentence's first name or number, or `delay` tokens in."""
-    trigger, found = Trigger(), []
+    trigger, found = Trigger("ready"), []  # as after a prompt
     for t, text in enumerate(texts):
         trigger, looks = look(trigger, text, delay)
         found += [t] * looks
@@ -267,8 +267,8 @@ class SlowFast(Dense):
 
     looks: which tokens are fed in a slow step.  n_evidence: queries of the prompt that choose the first
     memory.  past: weight of what earlier refreshes saw.  peaks: what a refresh keeps of the largest
-    attention, which the followers count (0: forgotten).  kept: the queries of so many steps before a look are
-    scored with its own.  reserve: share of N that the prompt's evidence alone fills.  layers: such as
+    attention (0: nothing), which `reach` followers count.  kept: the queries of so many steps before a look
+    are scored with its own.  reserve: share of N that the prompt's evidence alone fills.  layers: such as
     "0.5@3-10", these layers get so much of N, the others what that leaves.
     """
 
@@ -278,6 +278,7 @@ class SlowFast(Dense):
     past: float = 0.9
     peaks: float = 0.0
     kept: int = 3
+    reach: int = FOLLOWERS
     reserve: float = 0.0
     layers: str = ""
     slide: int = 0  # without looks: the recent window starts anew after so many steps
@@ -358,8 +359,8 @@ class SlowFast(Dense):
             peak = torch.maximum(peak, self.peaks * grown(state["peak"]))
         state["past"], state["peak"] = f, peak
         f = (f + f.mean(0)) / 2
-        before = F.pad(peak[:, :-1], (FOLLOWERS, 0))
-        f = torch.maximum(f, FOLLOWED * F.max_pool1d(before[None], FOLLOWERS, stride=1)[0])
+        before = F.pad(peak[:, :-1], (self.reach, 0))
+        f = torch.maximum(f, FOLLOWED * F.max_pool1d(before[None], self.reach, stride=1)[0])
         if self.reserve:
             if "kept" not in state:
                 state["kept"] = top_n(f, round(self.reserve * N))

@@ -67,7 +67,7 @@ class Naive:
         return logits
 
     def prefill(self, tokens):
-        self.trigger, self.since = Trigger(), 0
+        self.trigger, self.since = Trigger("ready"), 0
         self.tokens += tokens
         total = len(self.k[0]) + len(tokens)
         refresh = self.cfg.policy != "dense" and self.cfg.candidates(total) > self.cfg.budget
