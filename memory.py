@@ -6,7 +6,7 @@ fast rows of a batch share one attention call.
 
 `Ops` lists the operations that a backend may replace by faster twins; `REFERENCE` defines what each must
 return.  `cpu.py` and `kernels.py` are backends.  Letters: see `model.py`.  Read before: `model.py`,
-`selector.py`; next: `sfi.py`.
+`selector.py`; next: `trigger.py`.
 """
 
 from collections.abc import Callable

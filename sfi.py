@@ -1,14 +1,15 @@
-"""Slow-Fast Inference: configuration, when a step is slow, the decode engine and the decode loop.
+"""Slow-Fast Inference: configuration, the decode engine and the decode loop.
 
 The paper (arXiv 2603.12038) observes that within a sentence the tokens that attention really uses stay nearly
 the same.  So most decode steps are *fast*: attention reads a compact memory, [sinks | selected | recent
-window | tokens since the refresh].  At a sentence's start, or after max_interval fast steps, one *slow* step
-does dense attention over everything, and its scores choose the next memory.  Nothing is evicted: the full
-cache stays, so a later slow step can bring any token back.
+window | tokens since the refresh].  Once a sentence has named something, or after max_interval fast steps,
+one *slow* step does dense attention over everything, and its scores choose the next memory.  Nothing is
+evicted: the full cache stays, so a later slow step can bring any token back.
 
-Dense decoding, prompt chunks and slow steps are one operation, a dense pass; a fast step is the same forward
-pass reading other slots.  `decide` says what a step is, `Engine.run` runs a pass as it is told, `decode` is
-the loop.  Letters: see `model.py`.  Positions are absolute.  Read before: `memory.py`; next: `exact.py`.
+Dense decoding, prompt chunks and slow steps are one operation, a dense pass; a slow step reads the last few
+tokens anew, so that several queries choose.  A fast step is the same forward pass reading other slots.
+`trigger.decide` says what a step is, `Engine.run` runs a pass as it is told, `decode` is the loop.  Letters:
+see `model.py`.  Positions are absolute.  Read before: `trigger.py`; next: `exact.py`.
 """
 
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ class SFIConfig:
         "max_interval", "a slow step comes after so many fast ones at the latest"
     )
     delay: int | None = by_selector(
-        "delay", "it comes after a sentence's first name, at most so many tokens in"
+        "delay", "it comes after a sentence's first name; if there is none, so many tokens in"
     )
     min_gap: int | None = by_selector("min_gap", "but not before this many fast steps")
     reread: int | None = by_selector("reread", "last tokens that a slow step reads, the new one included")

@@ -96,7 +96,7 @@ class Tally:
         dense     the policy asks for it (`--dense`), or in exact mode drafts would not pay
         short     everything fits into the memory, so there is nothing to choose
         first     not all fits any more, and there is no memory yet: it is made
-        sentence  the token starts a sentence, min_gap fast steps or more after the last dense one
+        sentence  the sentence has named something, min_gap fast steps or more after the last dense one
         interval  max_interval fast steps have passed
         doubt     exact mode: a further draft would not pay
         end       exact mode: the text may end here
