@@ -178,7 +178,7 @@ SELECTORS = {
     "follow": Selector(
         follow,
         ("past", "heads", "followers"),
-        dict(max_interval=32, delay=16, min_gap=2, n_evidence=64, reread=4),
+        dict(max_interval=32, delay=16, min_gap=2, n_evidence=16, reread=4),
     ),
     "paper": Selector(
         paper,

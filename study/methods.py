@@ -274,7 +274,7 @@ class SlowFast(Dense):
 
     cfg: SFIConfig
     looks: list = field(default_factory=list)
-    n_evidence: int = 64
+    n_evidence: int = 16
     past: float = 0.9
     peaks: float = 0.0
     kept: int = 3

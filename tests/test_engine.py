@@ -52,7 +52,7 @@ def test_config_defaults_are_the_specified_ones():
     assert (c.n_sink, c.n_select, c.n_recent, c.align) == (4, 1536, 256, 16)
     assert (c.policy, c.selector) == ("sentence", "follow")
     own = lambda c: (c.delay, c.min_gap, c.max_interval, c.n_evidence, c.reread)
-    assert own(c) == (16, 2, 32, 64, 4) and own(paper) == (0, 16, 64, 16, 1)
+    assert own(c) == (16, 2, 32, 16, 4) and own(paper) == (0, 16, 64, 16, 1)
     assert paper == SFIConfig(selector="paper", delay=0)
     assert own(SFIConfig(n_recent=3, max_interval=1)) == (16, 1, 1, 3, 3)
     assert own(SFIConfig(delay=2, min_gap=9, max_interval=12, n_evidence=7, reread=1)) == (2, 9, 12, 7, 1)
