@@ -88,7 +88,7 @@ def evidence_kernel(
         f += tl.sum(p, 0)
         peak = tl.maximum(peak, tl.max(p, 0))
     f = f / R
-    if PAST:
+    if PAST > 0:
         i = tl.arange(0, BLOCKS)
         total = 1.0 + PAST * tl.sum(tl.load(past_sums + bk * blocks + i, mask=i < blocks, other=0.0), 0)
         f = (f + PAST * tl.load(past + bk * s_max + j, mask=inside, other=0.0)) / total
