@@ -26,7 +26,7 @@ NMS_RADIUS = 16  # tokens to either side
 HEAD_TEMPERATURE, HEAD_WEIGHT = 2.0, 0.85
 TINY = 1e-12
 PAST = 9.0  # what earlier refreshes saw counts so many times the present one (ours)
-FOLLOWERS, FOLLOWED = 32, 0.01  # the 32 tokens after one score at least 1 % of its attention (ours)
+FOLLOWERS, FOLLOWED = 24, 0.01  # the 24 tokens after one score at least 1 % of its attention (ours)
 
 
 def select(scores, key_norm, past, recent_start, n, cfg):
@@ -178,7 +178,7 @@ SELECTORS = {
     "follow": Selector(
         follow,
         ("past", "heads", "followers"),
-        dict(max_interval=32, delay=16, min_gap=2, n_evidence=16, reread=4),
+        dict(max_interval=24, delay=16, min_gap=2, n_evidence=16, reread=4),
     ),
     "paper": Selector(
         paper,

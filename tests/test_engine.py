@@ -30,7 +30,7 @@ from trigger import Trigger
         (dict(align=0), "align = 0; allowed"),
         (dict(max_interval=0), "max_interval = 0; allowed"),
         (dict(n_evidence=0), "n_evidence = 0; allowed"),
-        (dict(min_gap=33), "min_gap = 33; allowed is at most max_interval = 32"),
+        (dict(min_gap=33), "min_gap = 33; allowed is at most max_interval = 24"),
         (dict(n_recent=15, n_evidence=16), "n_recent = 15; allowed is at least n_evidence = 16"),
         (dict(policy="often"), "policy = 'often'; allowed are sentence, fixed, never, window, dense"),
         (dict(selector="best"), "selector = 'best'; allowed are follow, paper"),
@@ -52,7 +52,7 @@ def test_config_defaults_are_the_specified_ones():
     assert (c.n_sink, c.n_select, c.n_recent, c.align) == (4, 1536, 256, 16)
     assert (c.policy, c.selector) == ("sentence", "follow")
     own = lambda c: (c.delay, c.min_gap, c.max_interval, c.n_evidence, c.reread)
-    assert own(c) == (16, 2, 32, 16, 4) and own(paper) == (0, 16, 64, 16, 1)
+    assert own(c) == (16, 2, 24, 16, 4) and own(paper) == (0, 16, 64, 16, 1)
     assert paper == SFIConfig(selector="paper", delay=0)
     assert own(SFIConfig(n_recent=3, max_interval=1)) == (16, 1, 1, 3, 3)
     assert own(SFIConfig(delay=2, min_gap=9, max_interval=12, n_evidence=7, reread=1)) == (2, 9, 12, 7, 1)
@@ -67,12 +67,12 @@ def test_recent_window_and_candidates_to_the_token():
 
 def test_capacity_and_bytes(tiny):
     c = SFIConfig()
-    assert c.capacity(100_000, 500) == -(-(4 + 1536 + 256 + 15 + 32) // 16) * 16
+    assert c.capacity(100_000, 500) == -(-(4 + 1536 + 256 + 15 + 24) // 16) * 16
     assert (
-        c.capacity(1000, 500) == -(-(4 + (736 - 4) + 256 + 15 + 32) // 16) * 16
+        c.capacity(1000, 500) == -(-(4 + (736 - 4) + 256 + 15 + 24) // 16) * 16
     )  # no more than can be filled
     assert replace(c, policy="never").capacity(100_000, 500) == -(-(4 + 1536 + 256 + 15 + 500) // 16) * 16
-    assert replace(c, policy="window").capacity(100_000, 500) == -(-(4 + 256 + 15 + 32) // 16) * 16
+    assert replace(c, policy="window").capacity(100_000, 500) == -(-(4 + 256 + 15 + 24) // 16) * 16
     assert replace(c, policy="dense").capacity(100_000, 500) == 0
     huge = replace(c, n_sink=10**9, n_recent=10**9, max_interval=10**9)  # no text has so many tokens
     assert huge.capacity(1000, 500) <= 3 * 1000 + 2 * c.align

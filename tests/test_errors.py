@@ -53,7 +53,7 @@ BAD_INPUTS = [  # CKPT is the tiny checkpoint, DIR/ a folder with FILES
     ("--selector best", "invalid choice: 'best'"),
     ("--n-select -5", "n_select = -5; allowed is a whole number of tokens, 0 or more"),
     ("--max-interval 0", "max_interval = 0; allowed is a whole number of tokens, 1 or more"),
-    ("--min-gap 70", "min_gap = 70; allowed is at most max_interval = 32"),
+    ("--min-gap 70", "min_gap = 70; allowed is at most max_interval = 24"),
     ("--n-recent 8 --n-evidence 16", "n_recent = 8; allowed is at least n_evidence = 16"),
     ("--reread 300", "reread = 300; allowed is at most n_recent = 256"),
     ("--delay -1", "delay = -1; allowed is a whole number of tokens, 0 or more"),

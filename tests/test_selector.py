@@ -87,7 +87,7 @@ def loop_follow(scores, past, n, steps):
         score = list(f[h])
         if "followers" in steps:
             for j in range(M):
-                strongest = max((p[h][r][i] for r in range(R) for i in range(max(j - 32, 0), j)), default=0.0)
+                strongest = max((p[h][r][i] for r in range(R) for i in range(max(j - 24, 0), j)), default=0.0)
                 score[j] = max(score[j], 0.01 * strongest)
         chosen.append(set(sorted(range(M), key=lambda j, s=score: (-s[j], j))[:n]))
     return chosen, past
@@ -150,12 +150,12 @@ def test_follow_step_by_step():
     p /= p.sum(-1, keepdim=True)
     past = torch.zeros(2, 400)
     past[:, 50] = 1.0
-    chosen = lambda steps, past: top_n(follow(p.log(), past.clone(), steps), 34).tolist()
-    assert chosen((), past) == [[*range(33), 100], list(range(34))]
-    assert chosen(("past",), past) == [[*range(32), 50, 100], [*range(33), 50]]
-    assert chosen(("heads",), past) == [[*range(33), 100]] * 2
-    assert chosen(("followers",), past)[0] == [0, *range(100, 133)]
-    assert chosen(FOLLOW, past)[0] == [50, *range(100, 133)] and chosen(FOLLOW, past)[1][-2:] == [50, 100]
+    chosen = lambda steps, past: top_n(follow(p.log(), past.clone(), steps), 26).tolist()
+    assert chosen((), past) == [[*range(25), 100], list(range(26))]
+    assert chosen(("past",), past) == [[*range(24), 50, 100], [*range(25), 50]]
+    assert chosen(("heads",), past) == [[*range(25), 100]] * 2
+    assert chosen(("followers",), past)[0] == [0, *range(100, 125)]
+    assert chosen(FOLLOW, past)[0] == [50, *range(100, 125)] and chosen(FOLLOW, past)[1][-2:] == [50, 100]
     torch.testing.assert_close(follow(p.log(), torch.zeros(2, 400), ()), p.mean(1))
 
 
@@ -242,8 +242,8 @@ def test_follow_without_any_attention_takes_the_lowest():
     scores = torch.full((3, 2, 300), -500.0)
     scores[:, :, 7] = 500.0
     past = torch.zeros(3, 300)
-    slots = select(scores, torch.ones(3, 300), 36, SFIConfig(n_sink=0), past)
-    assert slots.tolist() == [[0, 1, 2, *range(7, 40)]] * 3 and torch.equal(past, scores[:, 0].softmax(-1))
+    slots = select(scores, torch.ones(3, 300), 28, SFIConfig(n_sink=0), past)
+    assert slots.tolist() == [[0, 1, 2, *range(7, 32)]] * 3 and torch.equal(past, scores[:, 0].softmax(-1))
 
 
 @pytest.mark.parametrize("name", selector.SELECTORS)
