@@ -179,7 +179,7 @@ def forced_sample(bench: Bench, methods: list[Method], s: Sample, share: float, 
             slow_steps = slow if method.kind == "sfi" and slow_steps is None else slow_steps
         else:
             mask = method.mask(budget, base, s, texts, bench.prompt)
-            logits, read = bench.prompt.answer(s.forced, mask, texts)
+            logits, read = bench.prompt.answer(s.forced, mask)
             slow = len(getattr(mask, "looks", ()))
         log_p = logits.log_softmax(-1)
         dense = log_p if method.kind == "dense" else dense

@@ -69,13 +69,10 @@ class Prompt:
         s = q @ k[:, None].mT.float() * k.shape[-1] ** -0.5
         return s.masked_fill_(torch.ones(n, S, dtype=torch.bool).triu(S - n + 1), -torch.inf)
 
-    def answer(self, tokens: list[int], method, texts=()):
-        """Logits (T, V) that predict each of T given tokens, as the method reads; and tokens read a step.
-
-        texts: the decoded texts of the tokens, for methods that look at them.
-        """
+    def answer(self, tokens: list[int], method):
+        """Logits (T, V) that predict each of T given tokens, as the method reads; and tokens read a step."""
         S, T = len(self.ids), len(tokens) - 1
-        method.start(self, tokens[:-1], texts)
+        method.start(self, T)
         read = []
 
         def attention(layer, q, k, v):
@@ -104,8 +101,8 @@ class Prompt:
 class Dense:
     """Everything is read."""
 
-    def start(self, prompt: Prompt, tokens, texts):
-        self.prompt, self.S, self.T = prompt, len(prompt.ids), len(tokens)
+    def start(self, prompt: Prompt, T: int):
+        self.prompt, self.S, self.T = prompt, len(prompt.ids), T
         self.n_kv = prompt.k.shape[1]
 
     def see(self, layer, s, q, K):

@@ -28,9 +28,6 @@ class Sample(NamedTuple):
     forced: list[int] = ()  # tokens that follow; none: the model writes freely
     facts: list[list[int]] = ()  # places in `forced` of each fact's tokens
     answers: list[tuple[str, ...]] = ()  # of a free answer: what each sentence must hold to count
-    question: int = 0  # the prompt's last tokens, from the question on
-    depth: float | None = None  # where the one fact stands in the text, 0 to 1
-    form: int | None = None  # of `walk`: index in FORMS
 
 
 def filler(rng: random.Random, text: Text, tokens: int) -> list[str]:
@@ -55,11 +52,9 @@ def number(rng: random.Random) -> str:
     return "".join(rng.choice("0123456789") for _ in range(5))
 
 
-def asked(text: Text, whole: str, question: str, start="") -> dict:
+def asked(text: Text, whole: str, question: str, start="") -> list[int]:
     """Prompt of a text and a question of it, the answer begun with `start`."""
-    chat = text.chat(f"{whole}\n\n{question}")
-    ids = text.encode(chat) + text.encode(start)
-    return {"prompt": ids, "question": len(text.encode(chat[chat.rindex(question) :] + start))}
+    return text.encode(text.chat(f"{whole}\n\n{question}")) + text.encode(start)
 
 
 def placed(text: Text, answer: str, facts: list[str]) -> dict:
@@ -87,10 +82,9 @@ def needle(task: str, rng: random.Random, text: Text, tokens: int) -> Sample:
         facts = [f"The {what} {subject} is {key}." for subject, key in zip(subjects, keys, strict=True)]
         question, start = f"What is the {what} {subjects[0]}?", f"The {what} {subjects[0]} is"
     whole = hidden(rng, text, facts, tokens)
-    depth = whole.index(facts[0]) / len(whole)
     if task == "free":
-        return Sample(**asked(text, whole, question), answers=[(key,)], depth=depth)
-    return Sample(**asked(text, whole, question, start), **placed(text, f" {key}.", [key]), depth=depth)
+        return Sample(asked(text, whole, question), answers=[(key,)])
+    return Sample(asked(text, whole, question, start), **placed(text, f" {key}.", [key]))
 
 
 def walk(rng: random.Random, text: Text, tokens: int, form: int, count=8) -> Sample:
@@ -102,7 +96,7 @@ def walk(rng: random.Random, text: Text, tokens: int, form: int, count=8) -> Sam
     question = f"Which numbers have {', '.join(names[:-1])} and {names[-1]}? Answer in this order."
     answer = " ".join(said[name] for name in names)
     digits = [said[name][-6:-1] for name in names]
-    return Sample(**asked(text, whole, question), **placed(text, answer, digits), form=form)
+    return Sample(asked(text, whole, question), **placed(text, answer, digits))
 
 
 def copy(rng: random.Random, text: Text, tokens: int, count=300) -> Sample:
@@ -117,7 +111,7 @@ def copy(rng: random.Random, text: Text, tokens: int, count=300) -> Sample:
     paragraphs[first : first + len(merged)] = [paragraph]
     start = " ".join(paragraph.split()[:6])
     question = f'Repeat the paragraph that begins with "{start}".'
-    return Sample(**asked(text, "\n\n".join(paragraphs), question), forced=text.encode(paragraph)[:count])
+    return Sample(asked(text, "\n\n".join(paragraphs), question), forced=text.encode(paragraph)[:count])
 
 
 def report(rng: random.Random, text: Text, tokens: int, count=10) -> Sample:
@@ -135,7 +129,7 @@ def report(rng: random.Random, text: Text, tokens: int, count=10) -> Sample:
         f"Say of each of these people in one sentence what trade they have and which animal they keep: "
         f"{', '.join(name for name, _, _ in facts)}."
     )
-    return Sample(**asked(text, whole, question), answers=facts)
+    return Sample(asked(text, whole, question), answers=facts)
 
 
 def continuation(rng: random.Random, text: Text, tokens: int, new: int, source: list[int]) -> Sample:
@@ -144,7 +138,7 @@ def continuation(rng: random.Random, text: Text, tokens: int, new: int, source: 
         source = text.encode("\n\n".join(filler(rng, text, tokens + new + 200)))
     start = rng.randrange(max(len(source) - tokens - new, 0) + 1)
     ids = source[start : start + tokens + new]
-    return Sample(ids[:tokens], ids[tokens:], question=32)
+    return Sample(ids[:tokens], ids[tokens:])
 
 
 def code_files() -> list[Path]:
@@ -177,7 +171,7 @@ def code(rng: random.Random, text: Text, tokens: int, new: int) -> Sample:
         left = "\n".join(line for i, line in enumerate(lines, 1) if i not in gone)
         prompt = text.encode(left)[-tokens:]
         if len(ids) >= new and len(prompt) == tokens:
-            return Sample(prompt, ids[:new], question=32)
+            return Sample(prompt, ids[:new])
 
 
 def sample(task: str, i: int, text: Text, tokens: int, new: int, source: list[int]) -> Sample:

@@ -48,7 +48,7 @@ def test_needles_are_seeded_stand_in_the_prompt_and_have_one_answer(smollm2, tas
     prompt, said = text.tokenizer.decode(s.prompt), text.tokenizer.decode(s.forced)
     answer = s.answers[0][0] if task == "free" else said.strip(" .")
     assert prompt.count(answer) == (2 if task in ("keys", "free") else 1)
-    assert 1200 < len(s.prompt) < 1600 and abs(prompt.index(answer) / len(prompt) - s.depth) < 0.1
+    assert 1200 < len(s.prompt) < 1600
     keys = set(re.findall(r"\b\d{5}\b", prompt))
     assert len(keys) == {"several": 4, "lookup": 16}.get(task, 1) and answer in keys
     assert [text.tokenizer.decode([s.forced[i] for i in fact]) for fact in s.facts] == [answer] * len(s.facts)
@@ -63,8 +63,7 @@ def test_a_walk_names_each_fact_of_the_text_once_in_another_order(smollm2):
         places = [prompt.index(d) for d in digits]
         assert digits == re.findall(r"\d{5}", answer) and len(set(digits)) == 8
         assert all(prompt.count(d) == 1 for d in digits) and places != sorted(places)
-        asked = text.tokenizer.decode(s.prompt[-s.question :])
-        assert asked.startswith("Which numbers have") and s.form == form
+        assert max(places) < prompt.index("Which numbers have")
         looks = named([text.token_text(t) for t in s.forced], 99)
         assert len(looks) == 8  # one a sentence
         assert all(any(at < fact[0] for fact in s.facts) for at in looks)
@@ -101,7 +100,7 @@ def visible_of(method, S=40, T=6, n_kv=2, G=3, D=8, layer=3, layers=32):
     q = torch.randn(n_kv, G, T, D)
     s = q @ K[:, None].mT * D**-0.5
     s.masked_fill_(torch.ones(T, S + T, dtype=torch.bool).triu(S + 1), -torch.inf)
-    method.start(prompt, list(range(T)), [])
+    method.start(prompt, T)
     return method.see(layer, s, q, K), s, q, K, prompt
 
 
@@ -170,7 +169,7 @@ def test_tidal_layers_use_what_one_layer_chose():
     assert visible_of(method, layer=1)[0] is None and visible_of(method, layer=2)[0] is None
     _, s, *_ = visible_of(method, layer=13)
     chosen = s.softmax(-1).mean(1).topk(5).indices
-    method.start(visible_of(Dense())[-1], list(range(6)), [])
+    method.start(visible_of(Dense())[-1], 6)
     visible = method.see(14, s, None, None)
     for h in range(2):
         for t in range(6):
