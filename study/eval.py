@@ -100,7 +100,7 @@ class Method:
         n_select = budget - base.n_sink - 64
         if n_select < 1:
             raise ValueError(f"a budget of {budget} tokens leaves {n_select} to select; allowed is 1 or more")
-        return replace(base, n_recent=recent, **{"n_select": n_select} | changes)
+        return replace(base, **{"n_recent": recent, "n_select": n_select} | changes)
 
     def mask(self, budget: int, base: SFIConfig, s: Sample, texts, prompt: Prompt):
         """The method as a mask over a sample's answer, whose tokens have these texts."""
