@@ -203,15 +203,16 @@ def test_linear(backend):
         equal(ops.linear(x, weight, bias), REFERENCE.linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("has_bf16", [False, True])
+@pytest.mark.parametrize("has_bf16, has_avx512", [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize(
     "dtype, within", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
 )
-def test_linear_on_a_cpu(dtype, within, has_bf16, monkeypatch):
+def test_linear_on_a_cpu(dtype, within, has_bf16, has_avx512, monkeypatch):
     """Every way that it takes: rows padded or not, the weight as it is or widened in two blocks, a processor
     with bf16 instructions or without (where several rows in bf16 were once an error).
     """
     monkeypatch.setattr(cpu, "CPU_HAS_BF16", has_bf16)
+    monkeypatch.setattr(cpu, "CPU_HAS_AVX512", has_avx512)
     torch.manual_seed(0)
     weight, bias = torch.randn(1100, 1024).to(dtype) / 32, torch.randn(1100).to(dtype)
     for rows in [*range(1, 18), 31, 32, 33]:
