@@ -194,8 +194,7 @@ class Engine:
         """An engine of another configuration with the same tokens cached, to be continued with `prefill`."""
         sizes = dict(batch=len(self.rows), max_length=self.max_length, new_tokens=self.new_tokens)
         other = Engine(self.model, cfg, self.token_text, ops=self.cache.ops, **sizes)
-        lengths = [row.length - row.unverified for row in self.rows]
-        other.rows = [Row(n, row.tokens[:n]) for n, row in zip(lengths, self.rows, strict=True)]
+        other.rows = [Row(row.tokens[: row.length - row.unverified]) for row in self.rows]
         other.cache.copy_from(self.cache, max(row.length for row in other.rows))
         return other
 
@@ -227,11 +226,10 @@ class Engine:
         """
         row, cfg = self.rows[b], self.cfg
         length = row.length + len(tokens)
-        row.tokens += tokens
         plan = RowStep(reason, self.cache.cap, length, length, drafted=drafted)
         if refresh and cfg.policy != "dense" and cfg.candidates(length) > cfg.budget:
             plan = plan._replace(recent_start=cfg.recent_start(length - drafted))
-        return self.run(b, [tokens], [plan], n_logits)[0], self.record(row, plan)
+        return self.run(b, [tokens], [plan], n_logits)[0], self.record(row, plan, tokens)
 
     def step(self, tokens: list[int | None]):
         """Feed a token to every row (None: it has ended).  Returns logits (B, V) and what each row did."""
@@ -261,26 +259,26 @@ class Engine:
         """
         plans = [self.plan(b, reason) for b, reason in enumerate(reasons)]
         live = [b for b, plan in enumerate(plans) if plan.reason != "ended"]
-        for b in live:
-            self.rows[b].tokens.append(tokens[b])
         slow = [] if self.cfg.exact else [b for b in live if plans[b].refresh]
         if len(slow) in (0, len(live)) or self.cfg.reread == 1:
-            logits = self.together(live, plans, self.cfg.reread if slow else 1)
+            logits = self.together(tokens, live, plans, self.cfg.reread if slow else 1)
         else:
-            logits = self.together([b for b in live if b not in slow], plans, 1)
+            logits = self.together(tokens, [b for b in live if b not in slow], plans, 1)
             first, last = slow[0], slow[-1] + 1
-            late = self.together(slow, plans, self.cfg.reread, first, last)
+            late = self.together(tokens, slow, plans, self.cfg.reread, first, last)
             is_slow = torch.tensor([[b in slow] for b in range(first, last)], device=logits.device)
             late = torch.where(is_slow, late, logits[first:last])
             logits = torch.cat([logits[:first], late, logits[last:]])
-        return logits, [self.record(row, plan) for row, plan in zip(self.rows, plans, strict=True)]
+        done = zip(self.rows, plans, tokens, strict=True)
+        return logits, [self.record(row, plan, [token]) for row, plan, token in done]
 
-    def together(self, live, plans: list[RowStep], T: int, first=0, last=None):
-        """One pass of the last T tokens of the `live` rows, of rows [first, last), as `plans` says.  Returns
-        logits (last - first, V).
+    def together(self, tokens, live, plans: list[RowStep], T: int, first=0, last=None):
+        """One pass of T tokens, the last one new, of the `live` rows, of rows [first, last), as `plans` says.
+        Returns logits (last - first, V).
         """
         rows = range(first, len(plans) if last is None else last)
-        fed = [self.rows[b].tokens[-T:] if b in live else [0] * T for b in rows]
+        known = lambda b: self.rows[b].tokens[self.rows[b].length + 1 - T :]
+        fed = [[*known(b), tokens[b]] if b in live else [0] * T for b in rows]
         return self.run(first, fed, [plans[b] if b in live else RowStep() for b in rows])[:, -1]
 
     def pick(self, logits, sampling=GREEDY) -> list[int]:
@@ -301,7 +299,7 @@ class Engine:
             raise ValueError(f"cannot cut row {b} to {length} tokens; it has {row.length}")
         removed = row.length - length
         del row.tokens[length:]
-        row.length, row.since = length, max(row.since - removed, 0)
+        row.since = max(row.since - removed, 0)
         row.unverified = max(row.unverified - removed, 0)
         row.trigger = Trigger() if removed else row.trigger
         if row.memory and length >= row.recent_start and self.cfg.candidates(length) > self.cfg.budget:
@@ -330,11 +328,11 @@ class Engine:
         recent_start = -1 if reason in ("dense", "short") else self.cfg.recent_start(length)
         return RowStep(reason, self.cache.cap, length, length, recent_start=recent_start)
 
-    def record(self, row: Row, done: RowStep) -> RowStep:
-        """Bring a row's state up to date after a pass; returns the pass's record."""
+    def record(self, row: Row, done: RowStep, tokens: list[int]) -> RowStep:
+        """Bring a row's state up to date after a pass with these new tokens; returns the pass's record."""
         if done.reason == "ended":
             return done
-        row.length = done.length
+        row.tokens += tokens
         if done.reason == "fast":
             row.memory, row.since = row.memory + 1, row.since + 1
             return done
@@ -381,7 +379,7 @@ class Engine:
         at, length = torch.tensor([[plan.recent_start], [n]], device=self.model.device)
         for layer in range(self.model.config.num_hidden_layers):
             self.cache.refresh(slice(b, b + 1), layer, [plan], at, length, None)
-        return self.record(self.rows[b], plan).copied
+        return self.record(self.rows[b], plan, []).copied
 
 
 class Step(NamedTuple):

@@ -63,13 +63,17 @@ def look(trigger: Trigger, text: str, delay: int) -> tuple[Trigger, bool]:
 class Row:
     """State of one sequence."""
 
-    length: int = 0  # tokens in the full cache
-    tokens: list = field(default_factory=list)  # these tokens
+    tokens: list = field(default_factory=list)  # those in the full cache
     memory: int = 0  # tokens in the compact memory; 0: it has none, so every step is dense
     recent_start: int = 0  # position where the memory's recent window starts
     trigger: Trigger = field(default_factory=Trigger)
     since: int = 0  # fast steps since the last dense pass (policy window: since the last re-anchoring)
-    unverified: int = 0  # exact mode: tokens at the end of `length` that only fast steps have read
+    unverified: int = 0  # exact mode: how many of the last tokens only fast steps have read
+
+    @property
+    def length(self) -> int:
+        """Tokens in the full cache."""
+        return len(self.tokens)
 
 
 def decide(row: Row, cfg, text: str) -> tuple[Trigger, str]:

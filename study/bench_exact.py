@@ -129,7 +129,7 @@ def rows(model, contexts, all_drawn: dict, story: list[int], token_text, ops, ro
         sizes = dict(max_length=context + new, new_tokens=new)
         engine = filled(Engine(model, cfg, token_text, ops=ops, **sizes), context)
         for name, chance in tqdm(all_drawn.items(), leave=False, disable=None):
-            engine.rows = [Row(context, [0] * context)]
+            engine.rows = [Row([0] * context)]
             engine.cache.past.zero_()
             r = measure(engine, *chance, story, rounds)
             cells = [f"{'' if r[c] is None else format(r[c], '.2f'):>15}" for c in columns]

@@ -136,7 +136,7 @@ class Bench:
         n, cache = len(ids) - TAIL, self.base.cache
         cache.k[:, 0, :, :n], cache.v[:, 0, :, :n] = self.prompt.k[:, :, :n], self.prompt.v[:, :, :n]
         cache.key_norm[:, 0, :, :n] = self.prompt.k[:, :, :n].float().norm(dim=-1)
-        self.base.rows[0].length, self.base.rows[0].tokens = n, ids[:n]
+        self.base.rows[0].tokens = ids[:n]
 
     def start(self, cfg: SFIConfig):
         """An engine of a configuration at the prompt's end, and its logits (1, V)."""

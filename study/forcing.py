@@ -35,8 +35,7 @@ def force(engine: Engine, b: int, tokens: list[int]):
         plan = engine.plan(b, engine.next_reason(b, token))
         if waiting and (plan.refresh or plan.reason != waiting[-1][1].reason):
             yield passed()
-        row.tokens.append(token)
-        waiting.append((token, engine.record(row, plan)))
+        waiting.append((token, engine.record(row, plan, [token])))
         if plan.refresh:
             yield passed()
     if waiting:

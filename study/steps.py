@@ -95,7 +95,7 @@ def filled(engine: Engine, context: int) -> Engine:
         engine.cache.v[layer].normal_()
         engine.cache.key_norm[layer] = engine.cache.k[layer, :, :, engine.cache.cap :].float().norm(dim=-1)
     for row in engine.rows:
-        row.length, row.tokens = context, [0] * context
+        row.tokens = [0] * context
     return engine
 
 

@@ -237,7 +237,7 @@ def test_prices_by_bytes(tiny, batch):
     )  # not the head
     fast, dense, alone = weights / batch + 20 * token, weights / batch + 300 * token, weights + 300 * token
     base, per_token = (price * alone / dense for price in PASS_COST["cpu"])
-    row.length, row.memory = 300, 20
+    row.tokens, row.memory = [0] * 300, 20
     assert speculation.costs(0) == pytest.approx((base, fast / dense + per_token))
     row.unverified = cfg.n_evidence - 2  # one more draft and the pass has n_evidence tokens
     assert speculation.costs(0)[1] < 1

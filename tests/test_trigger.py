@@ -82,33 +82,33 @@ def test_trigger_rules(pieces, want):
 
 # N = 10, 2 sinks, 8 recent, aligned to 4: 23 tokens leave 10 candidates, 24 leave 14.
 TABLE = [  # policy, row before the step, text of the token, what the step is
-    ("dense", Row(length=60), " it", "dense"),
-    ("sentence", Row(length=22), " it", "short"),
-    ("sentence", Row(length=22, trigger=Trigger("ready")), "It", "short"),
-    ("sentence", Row(length=23), " it", "first"),
-    ("sentence", Row(length=60), " it", "first"),
-    ("sentence", Row(length=60, memory=20), " it", "fast"),
+    ("dense", Row([0] * 60), " it", "dense"),
+    ("sentence", Row([0] * 22), " it", "short"),
+    ("sentence", Row([0] * 22, trigger=Trigger("ready")), "It", "short"),
+    ("sentence", Row([0] * 23), " it", "first"),
+    ("sentence", Row([0] * 60), " it", "first"),
+    ("sentence", Row([0] * 60, memory=20), " it", "fast"),
     (
         "sentence",
-        Row(length=60, memory=20, trigger=Trigger("ready"), since=2),
+        Row([0] * 60, memory=20, trigger=Trigger("ready"), since=2),
         "It",
         "fast",
     ),  # inside min_gap
-    ("sentence", Row(length=60, memory=20, trigger=Trigger("ready"), since=3), "It", "sentence"),
-    ("sentence", Row(length=60, memory=20, trigger=Trigger("ready"), since=3), "it", "fast"),
-    ("sentence", Row(length=60, memory=20, trigger=Trigger("space"), since=3), " It", "sentence"),
-    ("sentence", Row(length=60, memory=20, since=6), " it", "fast"),
-    ("sentence", Row(length=60, memory=20, since=7), " it", "interval"),
-    ("sentence", Row(length=60, memory=20, trigger=Trigger("ready"), since=7), "It", "sentence"),
-    ("sentence", Row(length=20, memory=20), " it", "fast"),  # with a memory it is used, however short the row
-    ("fixed", Row(length=60, memory=20, trigger=Trigger("ready"), since=3), "It", "fast"),
-    ("fixed", Row(length=60, memory=20, since=7), " it", "interval"),
-    ("never", Row(length=23), " it", "first"),
-    ("never", Row(length=60, memory=20, trigger=Trigger("ready"), since=99), "It", "fast"),
-    ("window", Row(length=11), " it", "short"),
-    ("window", Row(length=12), " it", "re-anchor"),
-    ("window", Row(length=60, memory=20, trigger=Trigger("ready"), since=6), "It", "fast"),
-    ("window", Row(length=60, memory=20, since=7), " it", "re-anchor"),
+    ("sentence", Row([0] * 60, memory=20, trigger=Trigger("ready"), since=3), "It", "sentence"),
+    ("sentence", Row([0] * 60, memory=20, trigger=Trigger("ready"), since=3), "it", "fast"),
+    ("sentence", Row([0] * 60, memory=20, trigger=Trigger("space"), since=3), " It", "sentence"),
+    ("sentence", Row([0] * 60, memory=20, since=6), " it", "fast"),
+    ("sentence", Row([0] * 60, memory=20, since=7), " it", "interval"),
+    ("sentence", Row([0] * 60, memory=20, trigger=Trigger("ready"), since=7), "It", "sentence"),
+    ("sentence", Row([0] * 20, memory=20), " it", "fast"),  # with a memory it is used, however short the row
+    ("fixed", Row([0] * 60, memory=20, trigger=Trigger("ready"), since=3), "It", "fast"),
+    ("fixed", Row([0] * 60, memory=20, since=7), " it", "interval"),
+    ("never", Row([0] * 23), " it", "first"),
+    ("never", Row([0] * 60, memory=20, trigger=Trigger("ready"), since=99), "It", "fast"),
+    ("window", Row([0] * 11), " it", "short"),
+    ("window", Row([0] * 12), " it", "re-anchor"),
+    ("window", Row([0] * 60, memory=20, trigger=Trigger("ready"), since=6), "It", "fast"),
+    ("window", Row([0] * 60, memory=20, since=7), " it", "re-anchor"),
 ]
 
 
@@ -156,7 +156,7 @@ SAID = {
 )
 def test_a_sentence_is_looked_up_when_it_has_named_something(text, delay, min_gap, slow):
     """`since` counts from 0 before the text; a sentence that ends before its slow step has none."""
-    row, cfg, found = Row(length=10**6, memory=1), SFIConfig(delay=delay, min_gap=min_gap), []
+    row, cfg, found = Row([0] * 10**6, memory=1), SFIConfig(delay=delay, min_gap=min_gap), []
     for t, piece in enumerate(SAID[text]):
         row.trigger, reason = decide(row, cfg, piece)
         row.since = 0 if reason == "sentence" else row.since + 1
