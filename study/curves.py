@@ -1,6 +1,7 @@
 """Quality over bytes: what each method keeps of dense decoding against what it reads a token, a panel a task.
 
-    python -m study.curves study/results/quality_smollm2_*.json --out study/results/quality_smollm2.png
+    cd study/results
+    python -m study.curves quality_smollm2_{walk,copy}{,_0.0625,_0.25}.json --out quality_smollm2.png
 
 From the rows that `study.eval --out` has written at several budgets.  Up is better everywhere.
 """
@@ -68,7 +69,7 @@ def draw(found: dict, path: Path):
         ax.set_ylabel(LABEL[metric], fontsize=9)
         ax.invert_yaxis() if metric == "nll_lost" else None
         ax.grid(alpha=0.25)
-    figure.legend(loc="outside lower center", ncols=9, fontsize=9, frameon=False)
+    figure.legend(loc="outside lower center", ncols=2 * len(found) + 1, fontsize=9, frameon=False)
     figure.savefig(path, dpi=150)
 
 
