@@ -15,19 +15,16 @@ import torch.nn.functional as F
 from memory import REFERENCE, InLine
 
 
-def cpu_has_bf16() -> bool:
-    """Whether the processor multiplies bfloat16 itself; elsewhere products in it are slow.
-
-    A torch without `get_capabilities` cannot tell, which counts as no.
-    """
+def cpu_has(*names) -> bool:
+    """Whether the processor has one of these instruction sets; a torch that cannot tell counts as no."""
     has = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(has.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return any(has.get(name, False) for name in names)
 
 
-CPU_HAS_BF16 = cpu_has_bf16()
-CPU_HAS_AVX512 = getattr(torch.cpu, "get_capabilities", dict)().get("avx512_f", False)
+CPU_HAS_BF16 = cpu_has("avx512_bf16", "amx_bf16", "bf16")  # elsewhere products in bfloat16 are slow
+CPU_HAS_AVX512 = cpu_has("avx512_f")
 FEW = 32  # rows up to which the products below beat PyTorch's own
-FEW_BF16 = 16  # rows of bf16 up to which they do not, with AVX-512 (measured: 4 rows take half the time)
+FEW_BF16 = 16  # with AVX-512, rows of bf16 up to which PyTorch's own are faster
 BLOCK = 2048  # cached tokens that are widened or multiplied at a time
 
 
@@ -36,12 +33,17 @@ def linear(x, weight, bias=None):
 
     PyTorch's own way reads the weight several times for 2 to 32 rows of fp32 (measured: up to 3 times slower
     than the transposed product), and without bf16 instructions its half-precision products run at a fraction
-    of the fp32 ones, so for several rows the weight is widened, a block that fits the cache at a time.  Rows
-    of zeros are added where more rows are faster: 4 than 3, multiples of 8 than others from 6 on.
+    of the fp32 ones, so for several rows the weight is widened, a block that fits the cache at a time (with
+    AVX-512 only from 17 rows of bf16 on: 4 rows would take twice as long).  Rows of zeros are added where
+    more rows are faster: 4 than 3, multiples of 8 than others from 6 on.
     """
     rows, half = x.numel() // x.shape[-1], x.dtype != torch.float32
-    vector = CPU_HAS_AVX512 and x.dtype == torch.bfloat16 and rows <= FEW_BF16
-    if (half and (CPU_HAS_BF16 or rows < 4 or vector)) or (not half and not 2 <= rows <= FEW):
+    if half:
+        few = FEW_BF16 if CPU_HAS_AVX512 and x.dtype == torch.bfloat16 else 3
+        own = CPU_HAS_BF16 or rows <= few
+    else:
+        own = not 2 <= rows <= FEW
+    if own:
         return F.linear(x, weight, bias)
     padding = -rows % 8 if 5 < rows <= FEW else int(rows == 3)
     flat = F.pad(x.reshape(rows, -1).float(), (0, 0, 0, padding))

@@ -1,7 +1,7 @@
 """Quality over bytes: what each method keeps of dense decoding against what it reads a token, a panel a task.
 
-    cd study/results
-    python -m study.curves quality_smollm2_{walk,copy}{,_0.0625,_0.25}.json --out quality_smollm2.png
+    results=study/results/quality_smollm2
+    python -m study.curves ${results}_{walk,copy}{,_0.0625,_0.25}.json --out $results.png
 
 From the rows that `study.eval --out` has written at several budgets.  Up is better everywhere.
 """
