@@ -329,6 +329,7 @@ def test_curves_join_the_budgets_of_several_files(tmp_path, capsys):
     assert e.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_small_walk_on_a_real_model(smollm2):
     """What the trigger is for: most of dense decoding's facts, more than with looks at sentence starts."""
     model, text, _ = smollm2

@@ -400,6 +400,7 @@ def test_works_without_triton(folder, prompt_file):
     assert done.returncode == 0 and done.stdout.strip() and "cpu backend" in done.stderr
 
 
+@pytest.mark.slow  # four processes that import torch and transformers
 @pytest.mark.parametrize("triton", ["", "import sys; sys.modules['triton'] = None; "])
 @pytest.mark.parametrize("installed", [False, True])
 def test_transformers_can_be_imported_beside_kernels_py(tmp_path, triton, installed):

@@ -27,6 +27,7 @@ def greedy(model, text, ids, new, cfg=DENSE):
     return [token for step in decode(engine, [ids], max_new_tokens=new) for token in step.tokens[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2", "qwen25"])
 def test_greedy_tokens_equal_transformers(name, request):
     model, text, folder = request.getfixturevalue(name)
