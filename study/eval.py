@@ -7,7 +7,7 @@ are visible to a fast step right after it.  `sfi` and `paper` run the engine, wi
 colon (`sfi:delay=0,min_gap=16`); the others are masks over dense attention (`methods.py`), among them
 `trial`, which is Slow-Fast Inference as a mask, with variants that the product has not.  Every method's
 reading is counted, in cached tokens a step.  Prints a table and one JSON line last; --out is written anew
-after every sample.  Read before: `sfi.py`, `tasks.py`, `methods.py`.
+after every sample, and --resume goes on from what it holds.  Read before: `sfi.py`, `tasks.py`, `methods.py`.
 """
 
 import json
@@ -306,6 +306,17 @@ def read_tasks(path: Path) -> list[dict]:
     return tasks
 
 
+def earlier(path: Path, command: list[str]) -> tuple[dict, str]:
+    """The scores that an earlier run left in --out, and its commit; ValueError if it was another command, the
+    number of samples aside.
+    """
+    found = json.loads(path.read_text(encoding="utf-8"))
+    same = lambda argv: re.sub(r" --resume| --samples \d+", "", " ".join(["", *argv]))
+    if same(found["command"]) != same(command):
+        raise ValueError(f"--resume: {path} is from another command:{same(found['command'])}; run that again")
+    return found["raw"], found["commit"]
+
+
 def parser() -> Parser:
     p = Parser(
         "study.eval", "What Slow-Fast Inference and its peers keep of dense decoding, on a real model."
@@ -324,12 +335,14 @@ def parser() -> Parser:
     add("--text", type=Path, metavar="FILE", help="a long text for task continue; none: the built-in one")
     add("--dtype", choices=DTYPES, default="float32", help="of weights and cache")
     add("--out", type=Path, metavar="FILE", help="also write the results and every sample's scores here")
+    add("--resume", action="store_true", help="go on where an earlier run of the command left --out")
     return p
 
 
 def main(argv=None):
     p = parser()
     args = p.parse_args(argv)
+    command, raw, commits = sys.argv[1:] if argv is None else argv, {}, commit()
     try:
         if args.n_select is not None:
             args.share = (SFIConfig.n_sink + args.n_select + 64) / args.context
@@ -348,6 +361,9 @@ def main(argv=None):
                     raise ValueError(f"--method {method.name} is a mask, and task {task} is written freely")
         files = {t: read_tasks(Path(t)) for t in args.task if t not in TASKS}
         check_output("--out", args.out, (".json",), [])
+        if args.resume and args.out and args.out.exists():
+            raw, before = earlier(args.out, command)
+            commits = ", ".join(dict.fromkeys((before, commits)))
         folder = checkpoints.resolve(args.ckpt)
         config, text = read_config(folder), Text(folder)
         source = text.encode(args.text.read_text(encoding="utf-8-sig")) if args.text else []
@@ -358,11 +374,11 @@ def main(argv=None):
         check_trained(model, text)
     except (ValueError, OSError) as e:
         p.error(" ".join(str(e).split()))
-    results, raw, rows = [], {}, []
+    results, rows = [], []
 
     def keep():  # as they come: a long run that breaks off keeps what it has
         if args.out:
-            facts = {"command": sys.argv[1:], "commit": commit(), "rows": results + rows, "raw": raw}
+            facts = {"command": command, "commit": commits, "rows": results + rows, "raw": raw}
             args.out.write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
     for task, methods in tables.items():
@@ -370,14 +386,17 @@ def main(argv=None):
         run = forced_sample if task in TASKS else file_sample
         run = free_sample if task in FREE else run
         count = min(args.samples, len(files[task])) if task in files else args.samples
-        for done in tqdm(range(count), desc=task, disable=None):
-            i = args.first + done
+        for method in methods:
+            method.scores = raw.get(task, {}).get(method.name, {})
+        raw[task] = {method.name: method.scores for method in methods}
+        done = len(next(iter(methods[0].scores.values()), ()))
+        for i in tqdm(range(args.first + done, args.first + count), desc=task, disable=None):
             s = files[task][i] if task in files else sample(task, i, text, args.context, args.new, source)
             run(bench, methods, s, args.share, SFIConfig())
             rows = summary(task, methods, args.context, args.share)
-            raw[task] = {method.name: method.scores for method in methods}
             keep()
-        print(f"\n{task}: {count} prompts of about {args.context} tokens, share {args.share}")
+        rows = summary(task, methods, args.context, args.share)
+        print(f"\n{task}: {max(count, done)} prompts of about {args.context} tokens, share {args.share}")
         show(rows, methods)
         results, rows = results + rows, []
     print(json.dumps({"ckpt": args.ckpt, "rows": results}))

@@ -306,6 +306,15 @@ def test_the_command_prints_a_table_and_one_json_line(smollm2, capsys, tmp_path)
     assert all({"method", "score", "ci", "diff_ci"} <= set(r) and r["samples"] == 1 for r in result["rows"])
     written = json.loads(out.read_text())
     assert written["rows"] == result["rows"] and written["raw"]["keys"]["dense"]["facts"] == [1.0]
+    argv[argv.index("1")] = "2"  # of the file's task there is one
+    quality.main([*argv, "--method", "window", "--out", str(out), "--resume"])
+    more = json.loads(out.read_text())
+    assert more["raw"][str(file)] == written["raw"][str(file)]
+    assert len(more["raw"]["keys"]["dense"]["facts"]) == 2 and more["rows"][-1]["samples"] == 2
+    with pytest.raises(SystemExit) as e:
+        quality.main([*argv, "--method", "never", "--out", str(out), "--resume"])
+    assert e.value.code == 2 and "is from another command: --task" in capsys.readouterr().err
+    assert json.loads(out.read_text()) == more
 
 
 def test_curves_join_the_budgets_of_several_files(tmp_path, capsys):
