@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from memory import REFERENCE, InLine
+from model import Parts
 
 
 def cpu_has(*names) -> bool:
@@ -163,6 +164,6 @@ CPU = REFERENCE._replace(
     name="cpu",
     attend=attend,
     rebuild=rebuild,
-    linear=linear,
+    parts=Parts(linear=linear),
     schedule=KeptBuffer,
 )

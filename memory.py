@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from model import KVCache, attend
+from model import PARTS, KVCache, Parts, attend
 from selector import select
 
 
@@ -84,7 +83,7 @@ class Ops(NamedTuple):
     attend: Callable
     select: Callable
     rebuild: Callable
-    linear: Callable = F.linear
+    parts: Parts = PARTS  # of the model
     schedule: Callable = InLine  # called with the number of layers, once a cache
     capture: Callable | None = (
         None  # called with a forward pass and its inputs; returns what replays the pass

@@ -3,9 +3,9 @@
 One skeleton serves all: QK-norm, biases, a tied head and expert MLPs are facts of config.json, which
 `command/config.py` reads.  Parameter names are the checkpoint's, so loading (`command/loading.py`) is a loop.
 
-Two operations are arguments of the forward pass.  `attention(layer, q, k, v) -> out` decides what is cached
-and which part of it is read; `linear(x, weight, bias)` may be a faster twin of PyTorch's.  Everything else is
-here, and nothing here knows of Slow-Fast Inference.  Sources: the Qwen3 report (arXiv 2505.09388), RoPE
+Two arguments of the forward pass are operations.  `attention(layer, q, k, v) -> out` decides what is cached
+and which part of it is read; `parts` are the steps around it, which may be faster twins of those here.
+Nothing here knows of Slow-Fast Inference.  Sources: the Qwen3 report (arXiv 2505.09388), RoPE
 (2104.09864), YaRN (2309.00071), and the published checkpoints.
 
 Letters, here and in every file:
@@ -17,7 +17,9 @@ Read next: `selector.py`, `memory.py`, `sfi.py`.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -128,11 +130,45 @@ class NotFinite(ValueError):
         super().__init__(f"the {what} are not finite, or all equal, or absurd; {self.advice}")
 
 
+def norm(x, weight, eps):
+    """RMSNorm: x / rms(x) * weight over the last dimension, in fp32; one rounding at the end (transformers
+    rounds before the weight).
+    """
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def rotate(x, cos, sin, weight=None, eps=0.0):
+    """RoPE by halves, after QK-norm where a weight (D,) is given: x (B, T, heads, D), cos and sin
+    (B, T, D/2) fp32; pair i is (x[i], x[i + D/2]).
+    """
+    x = x if weight is None else norm(x, weight, eps)
+    a, b = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def swiglu(gate, up):
+    """silu(gate) * up."""
+    return F.silu(gate) * up
+
+
+class Parts(NamedTuple):
+    """The steps of a forward pass that a backend may replace by faster twins."""
+
+    linear: Callable = F.linear
+    norm: Callable = norm
+    rotate: Callable = rotate
+    swiglu: Callable = swiglu
+
+
+PARTS = Parts()
+
+
 class Linear(nn.Linear):
     """A weight (out, in) and perhaps a bias (out,); the multiplication is the caller's."""
 
-    def forward(self, x, linear):
-        return linear(x, self.weight, self.bias)
+    def forward(self, x, parts):
+        return parts.linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -140,17 +176,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
 
-    def forward(self, x):
-        """x / rms(x) * weight over the last dimension, in fp32; one rounding at the end (transformers rounds
-        before the weight).
-        """
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
-
-
-def rotate(x, cos, sin):
-    """RoPE by halves: x (B, T, heads, D), cos and sin (B, T, 1, D/2) fp32; pair i is (x[i], x[i + D/2])."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    def forward(self, x, parts):
+        return parts.norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -162,16 +189,17 @@ class Attention(nn.Module):
         self.k_proj = Linear(c.hidden_size, kv_size, bias=c.attention_bias)
         self.v_proj = Linear(c.hidden_size, kv_size, bias=c.attention_bias)
         self.o_proj = Linear(q_size, c.hidden_size, bias=c.output_bias)
-        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
 
-    def forward(self, x, cos, sin, attention, linear):
+    def forward(self, x, cos, sin, attention, parts):
         heads = lambda y: y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads * D) -> (B, T, heads, D)
-        q = rotate(self.q_norm(heads(self.q_proj(x, linear))), cos, sin)  # (B, T, H, D)
-        k = rotate(self.k_norm(heads(self.k_proj(x, linear))), cos, sin)  # (B, T, K, D)
-        v = heads(self.v_proj(x, linear))  # (B, T, K, D)
+        given = lambda norm: (norm.weight, norm.eps) if norm else ()
+        q = parts.rotate(heads(self.q_proj(x, parts)), cos, sin, *given(self.q_norm))  # (B, T, H, D)
+        k = parts.rotate(heads(self.k_proj(x, parts)), cos, sin, *given(self.k_norm))  # (B, T, K, D)
+        v = heads(self.v_proj(x, parts))  # (B, T, K, D)
         out = attention(self.layer, q, k, v)  # (B, T, H, D)
-        return self.o_proj(out.flatten(-2), linear)
+        return self.o_proj(out.flatten(-2), parts)
 
 
 class MLP(nn.Module):
@@ -181,8 +209,8 @@ class MLP(nn.Module):
         self.up_proj = Linear(hidden_size, width, bias=bias)
         self.down_proj = Linear(width, hidden_size, bias=bias)
 
-    def forward(self, x, linear):
-        return self.down_proj(F.silu(self.gate_proj(x, linear)) * self.up_proj(x, linear), linear)
+    def forward(self, x, parts):
+        return self.down_proj(parts.swiglu(self.gate_proj(x, parts), self.up_proj(x, parts)), parts)
 
 
 class Experts(nn.Module):
@@ -196,16 +224,16 @@ class Experts(nn.Module):
             MLP(c.hidden_size, c.moe_intermediate_size) for _ in range(c.num_experts)
         )
 
-    def forward(self, x, linear):
+    def forward(self, x, parts):
         tokens = x.flatten(0, -2)  # (B*T, C)
-        p = torch.softmax(self.gate(tokens, linear).float(), dim=-1)  # (B*T, num_experts)
+        p = torch.softmax(self.gate(tokens, parts).float(), dim=-1)  # (B*T, num_experts)
         weight, chosen = p.topk(self.top_k)  # (B*T, top_k) both
         if self.norm_topk_prob:
             weight = weight / weight.sum(dim=-1, keepdim=True)
         out = torch.zeros_like(tokens)
         for e in chosen.unique().tolist():
             row, place = (chosen == e).nonzero(as_tuple=True)
-            made = self.experts[e](tokens[row], linear)  # (tokens of this expert, C)
+            made = self.experts[e](tokens[row], parts)  # (tokens of this expert, C)
             out.index_add_(0, row, made * weight[row, place, None].to(x.dtype))
         return out.view_as(x)
 
@@ -218,9 +246,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = Experts(c) if c.is_sparse(layer) else MLP(c.hidden_size, c.intermediate_size, c.mlp_bias)
 
-    def forward(self, x, cos, sin, attention, linear):
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attention, linear)
-        return x + self.mlp(self.post_attention_layernorm(x), linear)
+    def forward(self, x, cos, sin, attention, parts):
+        x = x + self.self_attn(self.input_layernorm(x, parts), cos, sin, attention, parts)
+        return x + self.mlp(self.post_attention_layernorm(x, parts), parts)
 
 
 class Model(nn.Module):
@@ -238,17 +266,17 @@ class Model(nn.Module):
         self.register_buffer("inv_freq", inverse_frequencies(c.rope, c.head_dim), persistent=False)
 
     @torch.inference_mode()
-    def forward(self, tokens, positions, attention, linear=F.linear, n_logits=1):
+    def forward(self, tokens, positions, attention, parts=PARTS, n_logits=1):
         """Logits (B, n_logits, V) fp32 of the last n_logits of tokens (B, T) at positions (B, T), int64."""
-        angle = positions[..., None, None].float() * self.inv_freq  # (B, T, 1, D/2)
+        angle = positions[..., None].float() * self.inv_freq  # (B, T, D/2)
         scale = self.config.rope.attention_factor
         cos, sin = angle.cos() * scale, angle.sin() * scale
         x = self.model["embed_tokens"](tokens)  # (B, T, C)
         for block in self.model["layers"]:
-            x = block(x, cos, sin, attention, linear)
-        x = self.model["norm"](x[:, x.shape[1] - n_logits :])  # (B, n_logits, C)
+            x = block(x, cos, sin, attention, parts)
+        x = self.model["norm"](x[:, x.shape[1] - n_logits :], parts)  # (B, n_logits, C)
         head = self.model["embed_tokens"] if self.config.tie_word_embeddings else self.lm_head
-        return linear(x, head.weight).float()
+        return parts.linear(x, head.weight).float()
 
     def weight_bytes(self, dtype: torch.dtype, tokens: int) -> tuple[int, int]:
         """(bytes of all weights in `dtype`, bytes of those that a step of so many tokens reads at most).

@@ -370,7 +370,7 @@ class Engine:
         position, *more = (column.contiguous() for column in numbers.unbind(1))
         attention = self.cache.attention(slice(first, first + len(plans)), plans, position, *more)
         positions = position.clamp_min(0)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        return self.model(tokens, positions, attention, self.cache.ops.linear, n_logits)
+        return self.model(tokens, positions, attention, self.cache.ops.parts, n_logits)
 
     def reanchor(self, b: int) -> int:
         """Policy window: rebuild sinks and window without a dense pass.  Returns tokens copied."""

@@ -130,7 +130,7 @@ class Bench:
 
     def read(self, ids: list[int], new: int):
         """Read a prompt, to which up to `new` tokens will be added."""
-        self.prompt = Prompt(self.model, ids, self.ops.linear, votes=self.votes)
+        self.prompt = Prompt(self.model, ids, self.ops.parts, votes=self.votes)
         sizes = dict(max_length=len(ids) + new, new_tokens=new)
         self.base = Engine(self.model, DENSE, self.text.token_text, ops=self.ops, **sizes)
         n, cache = len(ids) - TAIL, self.base.cache

@@ -29,8 +29,8 @@ class Prompt:
     votes: also the attention that every key has had from all queries, (L, K, S), which H2O counts.
     """
 
-    def __init__(self, model: Model, ids: list[int], linear, keep=256, votes=False):
-        c, self.model, self.ids, self.linear = model.config, model, ids, linear
+    def __init__(self, model: Model, ids: list[int], parts, keep=256, votes=False):
+        c, self.model, self.ids, self.parts = model.config, model, ids, parts
         shape = (c.num_hidden_layers, c.num_key_value_heads, len(ids), c.head_dim)
         self.k, self.v = (torch.empty(shape, dtype=model.dtype) for _ in range(2))
         self.keep = min(keep, len(ids))  # queries are kept in fp32
@@ -42,7 +42,7 @@ class Prompt:
 
     def forward(self, tokens, first, attention, n_logits):
         positions = torch.arange(first, first + len(tokens))[None]
-        return self.model(torch.tensor([tokens]), positions, attention, self.linear, n_logits)[0]
+        return self.model(torch.tensor([tokens]), positions, attention, self.parts, n_logits)[0]
 
     def read(self, first, layer, q, k, v):
         n, n_kv, S = first + q.shape[1], k.shape[2], len(self.ids)

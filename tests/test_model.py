@@ -8,7 +8,7 @@ import torch
 
 from command.config import model_config
 from command.loading import load
-from model import KVCache, Model, attend, inverse_frequencies
+from model import PARTS, KVCache, Model, attend, inverse_frequencies
 from tests.tiny import BASE, dense_logits, edit_config, load_folder, make_checkpoint, transformers_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -138,12 +138,8 @@ def test_qk_norm_per_head_then_rope_by_halves(tmp_path):
     tokens = torch.tensor([[5, 7, 11]])
     model(tokens, torch.tensor([[100, 101, 102]]), lambda layer, q, k, v: got.setdefault(layer, (q, k)) and q)
     attn = model.model["layers"][0].self_attn
-    x = (
-        model.model["layers"][0]
-        .input_layernorm(model.model["embed_tokens"](tokens))[0]
-        .numpy()
-        .astype(np.float64)
-    )
+    embedded = model.model["embed_tokens"](tokens)
+    x = model.model["layers"][0].input_layernorm(embedded, PARTS)[0].numpy().astype(np.float64)
     for projection, norm, ours in (
         (attn.q_proj, attn.q_norm, got[0][0]),
         (attn.k_proj, attn.k_norm, got[0][1]),
