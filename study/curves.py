@@ -69,7 +69,7 @@ def draw(found: dict, path: Path):
         ax.set_ylabel(LABEL[metric], fontsize=9)
         ax.invert_yaxis() if metric == "nll_lost" else None
         ax.grid(alpha=0.25)
-    figure.legend(loc="outside lower center", ncols=2 * len(found) + 1, fontsize=9, frameon=False)
+    figure.legend(loc="outside lower center", ncols=5 * len(found) // 2, fontsize=9, frameon=False)
     figure.savefig(path, dpi=150)
 
 
