@@ -30,6 +30,7 @@ from command.machine import (
     choose_backend,
     choose_device,
     choose_dtype,
+    prepare,
     use_allowed_cores,
 )
 from command.parser import Parser, harmless
@@ -147,6 +148,7 @@ def run(args) -> int:
             print(paint(harmless(said, sys.stderr), DIM, sys.stderr), file=sys.stderr)
 
     folder = checkpoints.resolve(args.ckpt, quiet=args.quiet)
+    prepare(ops, dtype, args.quiet)
     began = time.perf_counter()
     model = load(folder, config, dtype, device)
     facts["load_s"] = time.perf_counter() - began

@@ -21,6 +21,7 @@ import torch
 
 import generate
 from cpu import CPU
+from loops import LOOPS
 from memory import REFERENCE
 from model import NotFinite
 from sampling import GREEDY, Sampling
@@ -224,19 +225,20 @@ def test_rows_of_a_batch_are_independent(tiny, name, sampling):
         assert any({"fast"} < {did.reason for did in s.rows} for s in steps[1:]), "no mixed step was tested"
 
 
+@pytest.mark.parametrize("ops", [CPU, LOOPS], ids=["PyTorch", "Numba"])
 @pytest.mark.parametrize("name", ["reread", "sentence-paper", "window", "never"])
-def test_the_fast_formulations_give_the_references_tokens(tiny, name):
+def test_the_fast_formulations_give_the_references_tokens(tiny, name, ops):
     """On a CPU here; `tests/test_backends.py` holds the Triton kernels to the reference too."""
     prompts = [prompt(60), prompt(9, 1)]
     want, _, _ = decoded(tiny, CONFIGS[name], prompts, 30)
-    assert decoded(tiny, CONFIGS[name], prompts, 30, ops=CPU)[0] == want
+    assert decoded(tiny, CONFIGS[name], prompts, 30, ops=ops)[0] == want
 
 
 # Exact mode
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=["reference", "cpu"])
+@pytest.mark.parametrize("ops", [REFERENCE, LOOPS], ids=["reference", "cpu"])
 def test_exact_mode_gives_dense_decodings_tokens(tiny, ops, sampling):
     prompts = [prompt(60), prompt(9, 1), prompt(130, 2)]
     want, _, _ = decoded(tiny, DENSE, prompts, 60, sampling=sampling)

@@ -6,6 +6,7 @@ Each function raises ValueError with one line: what was got, what is allowed, wh
 
 import os
 import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,13 +43,26 @@ def choose_backend(name: str, device: torch.device, cfg: SFIConfig, quiet=False)
             raise ValueError(f"--backend {name}: {why}; or choose --backend reference") from None
         if not quiet:
             print(f"no optimized path: {why}", file=sys.stderr)
-        return REFERENCE
+        return CPU if wanted == "cpu" else REFERENCE
 
 
 def cpu_backend(device: torch.device, cfg: SFIConfig) -> Ops:
     if device.type != "cpu":
         raise ValueError("it runs on a CPU; add --device cpu")
-    return CPU
+    try:
+        from loops import LOOPS
+    except ImportError as e:
+        raise ValueError(f"Numba cannot compile here ({e}); pip install numba") from None
+    return LOOPS
+
+
+def prepare(ops: Ops, dtype: torch.dtype, quiet=False):
+    """Begin to compile what the backend needs, in a thread, while the model loads."""
+    if ops.name == "cpu" and ops is not CPU:
+        from loops import prepare
+
+        say = (lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True))
+        threading.Thread(target=prepare, args=(dtype, say), daemon=True).start()
 
 
 def triton_backend(device: torch.device, cfg: SFIConfig) -> Ops:

@@ -6,6 +6,7 @@ exact.
 """
 
 import copy
+import sys
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ import cpu
 import model
 import selector
 from command.machine import choose_backend
+from loops import LOOPS
 from memory import REFERENCE
 from sampling import Sampling
 from sfi import SFIConfig
@@ -23,16 +25,19 @@ from tests.tiny import SMALL, decoded, prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # log(0) is -inf, meant so
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
-BACKENDS = {"cpu": "cpu", "triton": GPU}  # name -> the device it is tested on
+BACKENDS = {"cpu": "cpu", "cpu without Numba": "cpu", "triton": GPU}  # name -> the device it is tested on
 NAN = float("nan")
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request):
+def backend(request, monkeypatch):
     """(operations, device)"""
+    device = BACKENDS[request.param]
+    if request.param == "cpu without Numba":
+        monkeypatch.setitem(sys.modules, "loops", None)
+        return choose_backend("auto", torch.device(device), SFIConfig(), quiet=True), device
     if request.param == "triton":
         pytest.importorskip("triton", reason="Triton is not installed")
-    device = BACKENDS[request.param]
     ops = choose_backend(request.param, torch.device(device), SFIConfig())
     assert ops.name == request.param
     return ops, device
@@ -246,21 +251,23 @@ def test_whole_decode(backend, small, name):
         assert any(len(tokens) > 1 for s in steps for tokens in s.tokens), "nothing was accepted"
 
 
+@pytest.mark.parametrize("ops", [cpu.CPU, LOOPS], ids=["PyTorch", "Numba"])
 @pytest.mark.parametrize("name", [*CONFIGS, "exact", "exact, long drafts"])
-def test_whole_decodes_on_a_cpu(tiny, name):
+def test_whole_decodes_on_a_cpu(tiny, name, ops):
     """Unequal rows, mixed steps, sampled: tokens and records of the reference."""
     exact = {"exact": EXACT, "exact, long drafts": replace(EXACT, policy="fixed", max_interval=24)}
     cfg, prompts = (CONFIGS | exact)[name], [prompt(9, 1), prompt(60), prompt(31, 2)]
     settings = dict(sampling=Sampling(0.8, top_k=30, seed=7), stop_ids={3, 13, 23})
     want, steps, _ = decoded(tiny, cfg, prompts, 40, **settings)
-    got, others, _ = decoded(tiny, cfg, prompts, 40, ops=cpu.CPU, **settings)
+    got, others, _ = decoded(tiny, cfg, prompts, 40, ops=ops, **settings)
     assert got == want and [s.rows for s in others] == [s.rows for s in steps]
 
 
+@pytest.mark.parametrize("ops", [cpu.CPU, LOOPS], ids=["PyTorch", "Numba"])
 @pytest.mark.parametrize("length", [1, 9, 22])
-def test_nothing_to_select_is_identical_to_dense_on_a_cpu(tiny, length):
+def test_nothing_to_select_is_identical_to_dense_on_a_cpu(tiny, length, ops):
     both = [
-        decoded(tiny, cfg, [prompt(length)], 24 - length, ops=cpu.CPU)
+        decoded(tiny, cfg, [prompt(length)], 24 - length, ops=ops)
         for cfg in (SMALL, replace(SMALL, policy="dense"))
     ]
     (got, steps, engine), (want, _, dense) = both

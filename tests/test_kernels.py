@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import cpu
 import model
 import selector
 import sfi
 from command.machine import choose_backend
+from loops import LOOPS
 from memory import REFERENCE
 from study.forcing import force
 from tests.conftest import ROOT, run
@@ -260,7 +260,7 @@ def test_experts_are_not_captured(tiny):
 def test_backend_is_chosen_once_and_said(monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    assert choose_backend("auto", CPU, SMALL) is cpu.CPU
+    assert choose_backend("auto", CPU, SMALL) is LOOPS
     assert choose_backend("reference", CUDA, SMALL) is REFERENCE
     assert choose_backend("auto", CUDA, SMALL).name == "triton"
     assert not capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 from command import story
 from command.report import Tally
 from command.text import Text
-from cpu import CPU
+from loops import LOOPS
 from model import ModelConfig
 from sampling import Sampling
 from sfi import Engine, SFIConfig, Step, decode
@@ -23,7 +23,7 @@ DENSE = SFIConfig(policy="dense")
 
 def greedy(model, text, ids, new, cfg=DENSE):
     sizes = dict(max_length=len(ids) + new, new_tokens=new)
-    engine = Engine(model, cfg, text.token_text, ops=CPU, **sizes)
+    engine = Engine(model, cfg, text.token_text, ops=LOOPS, **sizes)
     return [token for step in decode(engine, [ids], max_new_tokens=new) for token in step.tokens[0]]
 
 
@@ -87,7 +87,7 @@ def test_pass_keys(smollm2):
     for i in range(14):
         ids, key = pass_key_prompt(text, 0.05 + 0.85 * i / 13)
         assert 2850 <= len(ids) <= 3050
-        base = Engine(model, DENSE, text.token_text, ops=CPU, max_length=len(ids) + 8, new_tokens=8)
+        base = Engine(model, DENSE, text.token_text, ops=LOOPS, max_length=len(ids) + 8, new_tokens=8)
         base.prefill(0, ids[:-32])
         for name, cfg in configs.items():
             engine, tally = base.fork(cfg), Tally()

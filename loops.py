@@ -1,0 +1,568 @@
+"""The `cpu` backend's loops: what a decode step spends its time on, compiled by Numba for this processor.
+
+A step of few tokens reads every weight and every cached token it attends to once, and computes little with
+each, so its cost is what the memory can deliver.  These loops keep up with the memory where PyTorch's
+products for few rows do not: they widen bf16 and fp16 numbers as they come, without a copy, and use each for
+four rows at once.  Sums are fp32.  Passes of many tokens stay with `cpu.py`.
+
+A loop that adds up must not store to an array while it reads another: LLVM would make two codes for it, which
+add in other orders, and choose by how far apart the two arrays lie, which changes from run to run.
+
+    linear, attend, select, rebuild     the twins of the reference's functions of the same name
+    *_loop                              what they compile: plain Python that shares its work by `native.share`
+    dot_products, add_weighted, ...     the parts that do the arithmetic
+
+Letters: see `model.py`.  Read before: `memory.py`, `cpu.py`.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+import cpu
+from cpu import CPU, CPU_HAS_BF16
+from model import PARTS, NotFinite, Parts
+from native import ask_for, from_bits, loop, narrow, part, share, widen
+from selector import FOLLOWED, FOLLOWERS, PAST
+from selector import select as select_in_torch
+
+FEW = 32  # tokens times rows up to which the loops are used
+BLOCK = 64  # cached tokens, or rows of a weight, at a time
+AHEAD = 1 << 13  # bytes: memory is asked for them before they are needed
+LOG2E, LN2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
+ZERO, HALF, ONE = map(np.float32, (0, 0.5, 1))  # a whole number would make the result fp64
+
+
+@part
+def exp2(x):
+    """2^x in fp32, x <= 0, to 1e-7; below 2^-126.5 it is 0.  LLVM would call a function for every number."""
+    x = max(x, np.float32(-127))
+    whole = np.rint(x)
+    y = x - whole  # in [-1/2, 1/2]: Taylor's series of 2^y
+    p = np.float32(1.5403530e-4)
+    p = p * y + np.float32(1.3333558e-3)
+    p = p * y + np.float32(9.6181291e-3)
+    p = p * y + np.float32(5.5504109e-2)
+    p = p * y + np.float32(2.4022651e-1)
+    p = p * y + np.float32(6.9314718e-1)
+    p = p * y + ONE
+    return p * from_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+
+
+@part
+def dot_products(x, W, out):
+    """out[r, j] = x[r] . W[j]; x (R, D) fp32, W (n, D) as stored, out (R, at least n) fp32."""
+    n, D = W.shape
+    line, ahead = 64 // W.itemsize, AHEAD // (W.itemsize * D)
+    for four in range((n + 3) // 4):  # rows of W; the last one again where there are no more
+        j0 = 4 * four
+        j1, j2, j3 = min(j0 + 1, n - 1), min(j0 + 2, n - 1), min(j0 + 3, n - 1)
+        W0, W1, W2, W3 = W[j0], W[j1], W[j2], W[j3]
+        for j in range(j0 + ahead, j0 + ahead + 4):
+            for i in range(0, D, line):
+                ask_for(W, j, i)
+        if x.shape[0] % 2 == 1:
+            r = x.shape[0] - 1
+            x0, r0, r1, r2, r3 = x[r], ZERO, ZERO, ZERO, ZERO
+            for i in range(D):
+                r0 += widen(W0[i]) * x0[i]
+                r1 += widen(W1[i]) * x0[i]
+                r2 += widen(W2[i]) * x0[i]
+                r3 += widen(W3[i]) * x0[i]
+            out[r, j0], out[r, j1], out[r, j2], out[r, j3] = r0, r1, r2, r3
+        for two in range(x.shape[0] // 2):  # rows of x
+            r, q = 2 * two, 2 * two + 1
+            x0, x1 = x[r], x[q]
+            r0 = r1 = r2 = r3 = q0 = q1 = q2 = q3 = ZERO
+            for i in range(D):
+                a, b = x0[i], x1[i]
+                w = widen(W0[i])
+                r0 += w * a
+                q0 += w * b
+                w = widen(W1[i])
+                r1 += w * a
+                q1 += w * b
+                w = widen(W2[i])
+                r2 += w * a
+                q2 += w * b
+                w = widen(W3[i])
+                r3 += w * a
+                q3 += w * b
+            out[r, j0], out[r, j1], out[r, j2], out[r, j3] = r0, r1, r2, r3
+            out[q, j0], out[q, j1], out[q, j2], out[q, j3] = q0, q1, q2, q3
+
+
+@part
+def add_weighted(p, V, out):
+    """out[r] += sum_j p[r, j] V[j]; p (R, at least n) fp32, V (n, D) as stored, out (R, D) fp32."""
+    n, D = V.shape
+    if p.shape[0] % 2 == 1:
+        r, o0 = p[p.shape[0] - 1], out[p.shape[0] - 1]
+        for four in range(n // 4):
+            j = 4 * four
+            V0, V1, V2, V3 = V[j], V[j + 1], V[j + 2], V[j + 3]
+            for i in range(D):
+                a, b, c, d = widen(V0[i]), widen(V1[i]), widen(V2[i]), widen(V3[i])
+                o0[i] += r[j] * a + r[j + 1] * b + r[j + 2] * c + r[j + 3] * d
+        for j in range(n // 4 * 4, n):
+            for i in range(D):
+                o0[i] += r[j] * widen(V[j, i])
+    for two in range(p.shape[0] // 2):
+        r, q = p[2 * two], p[2 * two + 1]
+        o0, o1 = out[2 * two], out[2 * two + 1]
+        for four in range(n // 4):
+            j = 4 * four
+            V0, V1, V2, V3 = V[j], V[j + 1], V[j + 2], V[j + 3]
+            for i in range(D):
+                a, b, c, d = widen(V0[i]), widen(V1[i]), widen(V2[i]), widen(V3[i])
+                o0[i] += r[j] * a + r[j + 1] * b + r[j + 2] * c + r[j + 3] * d
+                o1[i] += q[j] * a + q[j + 1] * b + q[j + 2] * c + q[j + 3] * d
+        for j in range(n // 4 * 4, n):
+            for i in range(D):
+                o0[i] += r[j] * widen(V[j, i])
+                o1[i] += q[j] * widen(V[j, i])
+
+
+@loop
+def linear_loop(x, W, out, workers):
+    """out = x W^T, x (rows, in), W (out, in), out (rows, out), all as stored."""
+    wide = np.empty(x.shape, np.float32)
+    for r in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            wide[r, i] = widen(x[r, i])
+    share(linear_columns, (wide, W, out), workers)
+
+
+@part
+def linear_columns(x, W, out, worker, workers):
+    """This worker's part of the columns of out = x W^T; x fp32, W and out as stored."""
+    y = np.empty((x.shape[0], BLOCK), np.float32)
+    end = (worker + 1) * W.shape[0] // workers
+    for low in range(worker * W.shape[0] // workers, end, BLOCK):
+        n = min(BLOCK, end - low)
+        dot_products(x, W[low : low + n], y)
+        for r in range(x.shape[0]):
+            for j in range(n):
+                out[r, low + j] = narrow(y[r, j], out.dtype)
+
+
+@loop
+def attend_loop(q, K, V, start, length, scores, out, pieces, workers):
+    """`model.attend`: q and out (B, T, H, D), K and V (B, K, slots, D), stored; scores (B, K, G * W, width)
+    fp32, of width 0 if they are not wanted.  Each head's span is read in `pieces`, which are then joined.
+    """
+    B, T, H, D = q.shape
+    n_kv = K.shape[1]
+    R = T * H // n_kv
+    weighted = np.zeros((B, n_kv, pieces, R, D), np.float32)  # sum_j 2^(s_j - top) v_j, row g * T + t
+    top = np.full((B, n_kv, pieces, R), -np.inf, np.float32)  # the largest s_j
+    total = np.zeros((B, n_kv, pieces, R), np.float32)  # sum_j 2^(s_j - top)
+    share(attend_pieces, (q, K, V, start, length, scores, weighted, top, total), workers)
+    for b in range(B):
+        for h in range(n_kv if length[b] > 0 else 0):
+            join_pieces(weighted[b, h], top[b, h], total[b, h], out[b], h)
+        if length[b] == 0:
+            out[b] = 0
+
+
+@part
+def attend_pieces(q, K, V, start, length, scores, weighted, top, total, worker, workers):
+    """This worker's part of the pieces, taken in turn, so that long rows and short ones are shared."""
+    B, n_kv, pieces = top.shape[:3]
+    for item in range(worker, B * n_kv * pieces, workers):
+        b, h, piece = item // (n_kv * pieces), item // pieces % n_kv, item % pieces
+        done = weighted[b, h, piece], top[b, h, piece], total[b, h, piece]
+        attend_piece(q[b], K[b, h], V[b, h], h, start[b], length[b], piece, pieces, scores[b, h], done)
+
+
+@part
+def attend_piece(q, K, V, h, start, length, piece, pieces, scores, done):
+    """One KV head's sums over one piece of one row's span, into `done`; arguments as in `attend_loop`."""
+    T, _, D = q.shape
+    weighted, top, total = done
+    R = len(top)
+    G, W = R // T, scores.shape[0] * T // R
+    scale = LOG2E / np.float32(np.sqrt(D))
+    x, s = np.empty((R, D), np.float32), np.empty((R, BLOCK), np.float32)
+    for r in range(R):
+        for i in range(D):
+            x[r, i] = widen(q[r % T, h * G + r // T, i]) * scale
+    end = (piece + 1) * length // pieces
+    for low in range(piece * length // pieces, end, BLOCK):
+        n = min(BLOCK, end - low)
+        dot_products(x, K[start + low : start + low + n], s)
+        for r in range(R):
+            t = r % T
+            if scores.shape[1] > 0 and t >= T - W:
+                row = scores[r // T * W + t - (T - W)]
+                for j in range(n):
+                    row[low + j] = s[r, j] * LN2
+            softmax_block(s[r], min(n, length - T + t + 1 - low), top, total, weighted, r)
+        add_weighted(s, V[start + low : start + low + n], weighted)
+
+
+@part
+def join_pieces(weighted, top, total, out, h):
+    """Out of the pieces of one KV head's rows (pieces, R, D): its part of out (T, H, D), as it is stored."""
+    pieces, R, D = weighted.shape
+    T = out.shape[0]
+    y = np.empty(D, np.float32)
+    for r in range(R):
+        largest, whole = top[:, r].max(), ZERO
+        y[:] = 0
+        for piece in range(pieces):
+            share = exp2(top[piece, r] - largest)
+            whole += share * total[piece, r]
+            for i in range(D):
+                y[i] += share * weighted[piece, r, i]
+        for i in range(D):
+            out[r % T, h * (R // T) + r // T, i] = narrow(y[i] / whole, out.dtype)
+
+
+@part
+def softmax_block(s, seen, top, total, out, r):
+    """Make weights 2^(s_j - top) of the first `seen` scores s_j and zeros of the others; bring top[r],
+    total[r] and out[r], which are of earlier blocks, up to date.
+    """
+    largest = top[r]
+    for j in range(seen):
+        largest = max(largest, s[j])
+    if largest > top[r]:
+        fade = exp2(top[r] - largest)
+        top[r] = largest
+        total[r] *= fade
+        for i in range(out.shape[1]):
+            out[r, i] *= fade
+    here = ZERO
+    for j in range(seen):
+        p = exp2(s[j] - largest)
+        s[j] = p
+        here += p
+    total[r] += here
+    for j in range(max(seen, 0), s.shape[0]):
+        s[j] = 0
+
+
+@loop
+def follow_loop(scores, past, first, M, use_past, use_heads, use_followers, slots, workers):
+    """`selector.follow` and `selector.top_n` for one row: positions of the M candidates from `first` on into
+    slots (K, N); scores (K, R, width) and past (K, S_max) fp32.  Returns whether the scores were finite.
+
+    Four rounds, each of which needs all of the one before: facts of every row of scores, the evidence with
+    the past, what heads and followers make of it, the N best.  `cuts` are where the candidates are divided.
+    """
+    n_kv, R = scores.shape[:2]
+    seen, before = scores[:, :, first : first + M], past[:, first : first + M]
+    cuts = np.arange(workers + 1) * M // workers
+    f, peak = np.empty((n_kv, M), np.float32), np.empty((n_kv, M), np.float32)
+    facts, sums = np.empty((3, n_kv, R), np.float32), np.zeros((n_kv, workers), np.float32)
+    share(facts_of_rows, (seen, facts), workers)
+    if not np.isfinite(facts[2].sum()):
+        return False
+    share(evidence_of_heads, (seen, before, facts, cuts, use_past, f, peak, sums), workers)
+    share(join_heads, (before, cuts, sums, use_past, use_heads, use_followers, f, peak), workers)
+    share(best_of_heads, (f, first, slots), workers)
+    return True
+
+
+@part
+def facts_of_rows(scores, facts, worker, workers):
+    """`softmax_facts` of each row of scores (K, R, M) into facts (3, K, R)."""
+    n_kv, R = scores.shape[:2]
+    for row in range(worker, n_kv * R, workers):
+        h, r = row // R, row % R
+        facts[0, h, r], facts[1, h, r], facts[2, h, r] = softmax_facts(scores[h, r])
+
+
+@part
+def evidence_of_heads(scores, past, facts, cuts, use_past, f, peak, sums, worker, workers):
+    """Each head's evidence f and peaks (K, M), the past added, whose sums over each cut go into `sums`."""
+    for cut in range(worker, len(cuts) - 1, workers):
+        low, high = cuts[cut], cuts[cut + 1]
+        for h in range(len(f)):
+            evidence(scores[h, :, low:high], facts[:, h], f[h, low:high], peak[h, low:high])
+            if use_past:
+                sums[h, cut] = add_past(f[h, low:high], past[h, low:high])
+
+
+@part
+def join_heads(past, cuts, sums, use_past, use_heads, use_followers, f, peak, worker, workers):
+    """Normalise f and keep it in `past`, average it with the mean over heads, let followers count."""
+    n_kv = len(f)
+    for cut in range(worker, len(cuts) - 1, workers):
+        low, high = cuts[cut], cuts[cut + 1]
+        if use_past:
+            for h in range(n_kv):
+                share_of_sum = ONE / sums[h].sum()
+                for j in range(low, high):
+                    f[h, j] *= share_of_sum
+                    past[h, j] = f[h, j]
+        if use_heads:
+            for j in range(low, high):
+                mean = ZERO
+                for h in range(n_kv):
+                    mean += f[h, j]
+                mean *= ONE / np.float32(n_kv)
+                for h in range(n_kv):
+                    f[h, j] = (f[h, j] + mean) * HALF
+        if use_followers:
+            for h in range(n_kv):
+                follow_peaks(f[h], peak[h], low, high)
+
+
+@part
+def best_of_heads(f, first, slots, worker, workers):
+    """`top_n` of each head's f (K, M) into slots (K, N), which are positions from `first` on."""
+    for h in range(worker, len(f), workers):
+        top_n(f[h].view(np.int32), slots[h])
+        slots[h] += first
+
+
+@part
+def softmax_facts(s):
+    """The largest of the scores s, 1 / sum_j e^(s_j - largest), and their sum."""
+    largest, total, plain = s[0], ZERO, ZERO
+    for j in range(len(s)):
+        largest = max(largest, s[j])
+        plain += s[j]
+    for j in range(len(s)):
+        total += exp2((s[j] - largest) * LOG2E)
+    return largest, ONE / total, plain
+
+
+@part
+def evidence(scores, facts, mean, peak):
+    """`selector.evidence` of one head: scores (R, n) and what `softmax_facts` found, (3, R)."""
+    R, n = scores.shape
+    for low in range(0, n, 512):
+        high = min(low + 512, n)
+        mean[low:high], peak[low:high] = 0, 0
+        for r in range(R):
+            s, largest, share = scores[r], facts[0, r], facts[1, r]
+            for j in range(low, high):
+                p = exp2((s[j] - largest) * LOG2E) * share
+                mean[j] += p * (ONE / np.float32(R))
+                peak[j] = max(peak[j], p)
+
+
+@part
+def add_past(f, past):
+    """f += PAST * past, (n,) each; returns the sum."""
+    total = ZERO
+    for j in range(len(f)):
+        f[j] += np.float32(PAST) * past[j]
+    for j in range(len(f)):
+        total += f[j]
+    return total
+
+
+@part
+def follow_peaks(f, peak, low, high):
+    """In f[low:high]: at least FOLLOWED times the largest peak of the FOLLOWERS tokens before."""
+    for back in range(1, FOLLOWERS + 1):
+        for j in range(max(low, back), high):
+            f[j] = max(f[j], np.float32(FOLLOWED) * peak[j - back])
+
+
+@part
+def top_n(bits, out):
+    """Indices of the N largest numbers into out (N,), ascending; equal ones: the lower index.  bits: of fp32
+    numbers that are not negative, which are in the numbers' order.
+    """
+    N = len(out)
+    threshold, beyond = np.int32(0), np.int32(0x7F800001)  # the N-th largest is in [threshold, beyond)
+    while beyond - threshold > 1:
+        middle = np.int32(threshold + (beyond - threshold) // 2)
+        if count_from(bits, middle) >= N:
+            threshold = middle
+        else:
+            beyond = middle
+    left, n = N - count_from(bits, beyond), 0  # for those that equal it
+    for j in range(len(bits)):
+        equal = bits[j] == threshold
+        if bits[j] > threshold or (equal and left > 0):
+            out[n] = j
+            n, left = n + 1, left - equal
+
+
+@part
+def count_from(bits, least):
+    """How many are at least so large."""
+    n = 0
+    for j in range(len(bits)):
+        n += bits[j] >= least
+    return n
+
+
+@loop
+def rebuild_loop(K, V, slots, cap, n_sink, recent_start, length, workers):
+    """`memory.rebuild` of numbers of any kind."""
+    share(rebuild_heads, (K, V, slots, cap, n_sink, recent_start, length), workers)
+
+
+@part
+def rebuild_heads(K, V, slots, cap, n_sink, recent_start, length, worker, workers):
+    B, n_kv, N = slots.shape
+    for item in range(worker, 2 * B * n_kv, workers):
+        b, h = item // (2 * n_kv), item // 2 % n_kv
+        cache = K[b, h] if item % 2 == 0 else V[b, h]
+        first, n = recent_start[b], n_sink + N
+        if first >= 0:
+            for i in range(n + length[b] - first):
+                i_full = i if i < n_sink else slots[b, h, i - n_sink] if i < n else first + i - n
+                for d in range(cache.shape[1]):
+                    cache[i, d] = cache[cap + i_full, d]
+
+
+@loop
+def norm_loop(x, weight, eps, out):
+    """`model.norm`: x and out (n, D), weight (D,), stored."""
+    for r in range(x.shape[0]):
+        squares = ZERO
+        for i in range(x.shape[1]):
+            squares += widen(x[r, i]) * widen(x[r, i])
+        scale = ONE / np.sqrt(squares / np.float32(x.shape[1]) + np.float32(eps))
+        for i in range(x.shape[1]):
+            out[r, i] = narrow(widen(x[r, i]) * scale * widen(weight[i]), out.dtype)
+
+
+@loop
+def rotate_loop(x, cos, sin, normed, weight, eps, out):
+    """`model.rotate`: x and out (tokens, heads, D), weight (D,), stored; cos, sin (tokens, D/2) fp32."""
+    tokens, heads, D = x.shape
+    half, y = D // 2, np.empty(D, np.float32)
+    for t in range(tokens):
+        for h in range(heads):
+            for i in range(D):
+                y[i] = widen(x[t, h, i])
+            if normed:
+                squares = ZERO
+                for i in range(D):
+                    squares += y[i] * y[i]
+                scale = ONE / np.sqrt(squares / np.float32(D) + np.float32(eps))
+                for i in range(D):
+                    y[i] = widen(narrow(y[i] * scale * widen(weight[i]), out.dtype))
+            for i in range(half):
+                a, b = y[i], y[half + i]
+                out[t, h, i] = narrow(a * cos[t, i] - b * sin[t, i], out.dtype)
+                out[t, h, half + i] = narrow(b * cos[t, i] + a * sin[t, i], out.dtype)
+
+
+@loop
+def swiglu_loop(gate, up, out):
+    """`model.swiglu`, numbers as they are stored, (n,) each; silu(x) = x / (1 + e^-x)."""
+    for i in range(gate.shape[0]):
+        x = widen(gate[i])
+        e = exp2(-abs(x) * LOG2E)
+        silu = x * (ONE if x >= 0 else e) / (ONE + e)
+        out[i] = narrow(silu * widen(up[i]), out.dtype)
+
+
+def array(x):
+    """A tensor's numbers as a NumPy array on the same memory: bf16 as uint16, fp16 as int16."""
+    stored = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(x.dtype)
+    return (x if stored is None else x.view(stored)).numpy()
+
+
+def linear(x, weight, bias=None):
+    """In PyTorch's way where that is faster: several rows of bf16 where the processor multiplies bf16, and up
+    to two of fp16.
+    """
+    flat = x.contiguous().view(-1, x.shape[-1])
+    rows = len(flat)
+    own = rows > 1 and CPU_HAS_BF16 if x.dtype == torch.bfloat16 else rows <= 2 and x.dtype == torch.float16
+    if own or not 0 < rows <= FEW:
+        return cpu.linear(x, weight, bias)
+    out = x.new_empty((rows, weight.shape[0]))
+    linear_loop(array(flat), array(weight), array(out), torch.get_num_threads())
+    out = out.view(*x.shape[:-1], -1)
+    return out if bias is None else out + bias
+
+
+def norm(x, weight, eps):
+    if x.numel() > FEW * x.shape[-1]:
+        return PARTS.norm(x, weight, eps)
+    flat = x.contiguous().view(-1, x.shape[-1])
+    out = torch.empty_like(flat)
+    norm_loop(array(flat), array(weight), float(eps), array(out))
+    return out.view(x.shape)
+
+
+def rotate(x, cos, sin, weight=None, eps=0.0):
+    B, T = x.shape[:2]
+    if B * T > FEW:
+        return PARTS.rotate(x, cos, sin, weight, eps)
+    x, cos, sin = (y.contiguous().view(B * T, *y.shape[2:]) for y in (x, cos, sin))
+    out, normed = torch.empty_like(x), weight is not None
+    weight = weight if normed else x[0, 0]
+    rotate_loop(*map(array, (x, cos, sin)), normed, array(weight), float(eps), array(out))
+    return out.view(B, T, *out.shape[1:])
+
+
+def swiglu(gate, up):
+    if gate.numel() > FEW * gate.shape[-1]:
+        return PARTS.swiglu(gate, up)
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    swiglu_loop(*(array(y.view(-1)) for y in (gate, up, out)))
+    return out
+
+
+def attend(q, K, V, start, length, scores=None):
+    B, T = q.shape[:2]
+    if B * T > FEW:
+        return cpu.attend(q, K, V, start, length, scores)
+    out, workers = torch.empty_like(q), torch.get_num_threads()
+    kept = torch.empty((B, 1, 0, 0)) if scores is None else scores
+    pieces = workers // math.gcd(K.shape[1], workers)
+    attend_loop(*map(array, (q, K, V, start, length, kept, out)), pieces, workers)
+    return out, scores
+
+
+def select(scores, key_norm, past, recent_start, n, cfg):
+    if cfg.selector != "follow":
+        return select_in_torch(scores, key_norm, past, recent_start, n, cfg)
+    slots = torch.zeros((*key_norm.shape[:2], n), dtype=torch.int64)
+    steps = [cfg.runs(step) for step in ("past", "heads", "followers")]
+    for b, end in enumerate(recent_start.tolist()):
+        if end < 0:
+            continue
+        if n > end - cfg.n_sink:
+            raise ValueError(
+                f"cannot select n = {n} of {end - cfg.n_sink} candidates; ask for at most that many"
+            )
+        seen = scores[b].numpy(), past[b].numpy(), cfg.n_sink, end - cfg.n_sink
+        if not follow_loop(*seen, *steps, slots[b].numpy(), torch.get_num_threads()):
+            raise NotFinite("attention scores")
+    return slots
+
+
+def rebuild(K, V, slots, cap, n_sink, recent_start, length):
+    spans = array(recent_start), array(length)
+    rebuild_loop(*map(array, (K, V, slots)), cap, n_sink, *spans, torch.get_num_threads())
+
+
+def prepare(dtype, say):
+    """Compile the loops for numbers of this dtype, or take them from disk; say(line) if it must compile.
+
+    Without it each compiles at its first call.  May run in a thread: a loop that is called meanwhile waits.
+    """
+    heads = torch.zeros((1, 1, 1, 64), dtype=dtype)  # (B, T, H, D), or (B, K, slots, D)
+    numbers = torch.zeros((1, 1, 1, 1))
+    zero, one = torch.tensor([0]), torch.tensor([1])
+    norm(heads, heads[0, 0, 0], 1e-6)
+    if not norm_loop.stats.cache_hits:
+        say("compiling loops for this processor while the model loads, once, for 10 to 20 s")
+    swiglu(heads, heads)
+    linear(heads, heads[0, 0])
+    rotate(heads, torch.ones(1, 1, 32), torch.zeros(1, 1, 32), heads[0, 0, 0], 1e-6)
+    attend(heads, heads, heads, zero, one, numbers)
+    slots = torch.zeros((1, 1, 1), dtype=torch.int64)
+    follow_loop(numbers[0].numpy(), numbers[0, 0].numpy(), 0, 1, True, True, True, slots[0].numpy(), 1)
+    rebuild(heads, heads.clone(), slots[..., :0], 0, 0, zero, one)
+
+
+LOOPS = CPU._replace(
+    name="cpu", attend=attend, select=select, rebuild=rebuild, parts=Parts(linear, norm, rotate, swiglu)
+)
