@@ -543,8 +543,15 @@ def rebuild(K, V, slots, cap, n_sink, recent_start, length):
     rebuild_loop(*map(array, (K, V, slots)), cap, n_sink, *spans, torch.get_num_threads())
 
 
-def prepare(dtype, say):
-    """Compile the loops for numbers of this dtype, or take them from disk; say(line) if it must compile.
+def must_compile(dtype) -> bool:
+    """Whether the loops for numbers of this dtype are not on disk yet; tried with a small one."""
+    misses = norm_loop.stats.cache_misses.total()
+    norm(torch.zeros((1, 64), dtype=dtype), torch.zeros(64, dtype=dtype), 1e-6)
+    return norm_loop.stats.cache_misses.total() > misses
+
+
+def prepare(dtype):
+    """Compile the loops for numbers of this dtype, or take them from disk.
 
     Without it each compiles at its first call.  May run in a thread: a loop that is called meanwhile waits.
     """
@@ -552,8 +559,6 @@ def prepare(dtype, say):
     numbers = torch.zeros((1, 1, 1, 1))
     zero, one = torch.tensor([0]), torch.tensor([1])
     norm(heads, heads[0, 0, 0], 1e-6)
-    if not norm_loop.stats.cache_hits:
-        say("compiling loops for this processor while the model loads, once, for 10 to 20 s")
     swiglu(heads, heads)
     linear(heads, heads[0, 0])
     rotate(heads, torch.ones(1, 1, 32), torch.zeros(1, 1, 32), heads[0, 0, 0], 1e-6)

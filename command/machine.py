@@ -57,12 +57,14 @@ def cpu_backend(device: torch.device, cfg: SFIConfig) -> Ops:
 
 
 def prepare(ops: Ops, dtype: torch.dtype, quiet=False):
-    """Begin to compile what the backend needs, in a thread, while the model loads."""
+    """Begin to compile what the backend needs, in a thread, while the model loads; one line if it must."""
     if ops.name == "cpu" and ops is not CPU:
-        from loops import prepare
+        from loops import must_compile, prepare
 
-        say = (lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True))
-        threading.Thread(target=prepare, args=(dtype, say), daemon=True).start()
+        if must_compile(dtype) and not quiet:
+            line = "compiling loops for this processor while the model loads, once, for 10 to 20 s"
+            print(line, file=sys.stderr, flush=True)
+        threading.Thread(target=prepare, args=(dtype,), daemon=True).start()
 
 
 def triton_backend(device: torch.device, cfg: SFIConfig) -> Ops:

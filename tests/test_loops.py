@@ -196,7 +196,7 @@ def test_prepare_compiles_all_and_nothing_compiles_later(tiny):
     from tests.tiny import decoded, prompt
 
     for dtype in DTYPES:
-        loops.prepare(dtype, print)
+        loops.prepare(dtype)
     forms = [len(f.signatures) for f in COMPILED]
     for dtype in DTYPES:
         decoded(tiny.to(dtype), CONFIGS["reread"], [prompt(60), prompt(9, 1)], 20, ops=loops.LOOPS)
@@ -209,7 +209,7 @@ def test_prepare_compiles_all_and_nothing_compiles_later(tiny):
 
 def test_a_loop_may_be_called_while_a_thread_prepares():
     x, weight = torch.randn(2, 3, 48).unbind(0)
-    thread = threading.Thread(target=loops.prepare, args=(torch.float32, print))
+    thread = threading.Thread(target=loops.prepare, args=(torch.float32,))
     thread.start()
     got = [loops.linear(x, weight) for _ in range(50)]
     thread.join()
@@ -239,6 +239,25 @@ def test_the_first_run_and_later_ones_give_the_same_bits(tmp_path):
     first, second = (python(HASHES, NUMBA_CACHE_DIR=str(tmp_path)).stdout.splitlines() for _ in range(2))
     assert first[0] == second[0]
     assert "cache_hits=Counter()" in first[1] and "cache_misses=Counter()" in second[1]
+
+
+@pytest.mark.slow
+def test_a_command_that_must_compile_says_so_once_and_first(folder, tmp_path):
+    """Not into the report or after an error, and not at all with --quiet or when the loops lie on disk."""
+    (tmp_path / "text.txt").write_text("The sea was calm. " * 12)
+    argv = [sys.executable, "generate.py", "--ckpt", folder, "--prompt", tmp_path / "text.txt", *FLAGS]
+    runs = lambda cache, *more: subprocess.run(
+        [*map(str, argv), *more],
+        cwd=ROOT,
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / cache)},
+        capture_output=True,
+        text=True,
+    )
+    first, second, quiet = runs("a"), runs("a"), runs("b", "--quiet")
+    assert first.returncode == second.returncode == quiet.returncode == 0 and not quiet.stderr
+    assert first.stdout == second.stdout == quiet.stdout
+    lines = [line.startswith("compiling loops") for line in first.stderr.splitlines()]
+    assert lines.count(True) == 1 and lines.index(True) < 3 and "compiling" not in second.stderr
 
 
 @pytest.mark.slow
