@@ -9,9 +9,7 @@ random tokens almost never end a sentence.  All kinds of steps alternate in one 
 """
 
 import json
-import statistics
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -22,47 +20,16 @@ from command.config import model_config
 from command.machine import BACKENDS, choose_backend, choose_device, choose_dtype
 from command.parser import Parser
 from command.text import Text
-from command.timing import seconds
 from model import DTYPES, Model
 from sfi import SFIConfig
-from study import bench_exact
+from study import bench_exact, peers
 from study.steps import QWEN3_06B, bandwidth, commit, fits, machine, measure, random_model
 
-
-def peer_problem() -> str | None:
-    """Why transformers cannot be timed; None if it can."""
-    try:
-        from transformers import Qwen3ForCausalLM  # noqa: F401
-    except ImportError as e:
-        return " ".join(str(e).split())[:160]
-
-
-def transformers_ms(model: Model, context: int, steps=7) -> float:
-    """Median milliseconds of a step of transformers (SDPA attention), same weights and cache size."""
-    import transformers
-
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
-    names += ("num_attention_heads", "num_key_value_heads", "tie_word_embeddings")
-    config = transformers.Qwen3Config(
-        **{name: QWEN3_06B[name] for name in names}, max_position_embeddings=1 << 20
-    )
-    with torch.device("meta"):
-        peer = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa")
-    peer = peer.to_empty(device=model.device).to(model.dtype).eval()
-    peer.load_state_dict(dict(model.named_parameters()), strict=False, assign=True)
-    peer.tie_weights()
-    peer.model.rotary_emb = type(peer.model.rotary_emb)(config).to(model.device)  # its angles are no weights
-    shape = (1, config.num_key_value_heads, context, config.head_dim)
-    cache = transformers.DynamicCache(config=config)
-    for layer in range(config.num_hidden_layers):
-        cache.update(*(torch.randn(shape, dtype=model.dtype, device=model.device) for _ in range(2)), layer)
-    token, times = torch.tensor([[5]], device=model.device), []
-    with torch.inference_mode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # it renames arguments from version to version
-        for _ in range(steps):
-            step = lambda: peer(token, past_key_values=cache, use_cache=True)
-            times.append(seconds(step, model.device))
-    return statistics.median(times[1:]) * 1e3
+PEERS = {  # what a row of the table calls them -> what the figure does
+    "transformers": "transformers",
+    "llama_cpp_bf16": "llama.cpp, BF16",
+    "llama_cpp_q8_0": "llama.cpp, Q8_0 weights",
+}
 
 
 def draw(result: dict, path: Path):
@@ -77,14 +44,10 @@ def draw(result: dict, path: Path):
         for name, style in (("dense", "o-"), ("slow", "v:"), ("gather", "x:"), ("fast", "s-")):
             ax.plot(x, [r[f"{name}_ms"] / batch for r in rows], style, label=f"{name} step")
         ax.plot(x, [r["loop_ms_per_token"] for r in rows], "D-", color="k", label="whole loop")
-        if any("transformers_ms" in r for r in rows):
-            peer = [r for r in rows if "transformers_ms" in r]
-            ax.plot(
-                [r["context"] for r in peer],
-                [r["transformers_ms"] for r in peer],
-                "^--",
-                label="transformers",
-            )
+        for name, label in PEERS.items():
+            peer = [r for r in rows if f"{name}_ms" in r]
+            if peer:
+                ax.plot([r["context"] for r in peer], [r[f"{name}_ms"] for r in peer], "^--", label=label)
         ax.plot(x, [r["floor_ms"] / batch for r in rows], "-", color="0.7", label="dense, if bytes were all")
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
@@ -97,8 +60,10 @@ def draw(result: dict, path: Path):
     figure.savefig(path, dpi=130)
 
 
-def table(args, model: Model, cfg: SFIConfig, tokens: list[int], token_text, ops, speed: float):
-    """Print a row for every batch size and context, and yield it.  speed: bytes a second."""
+def table(args, model: Model, cfg: SFIConfig, tokens: list[int], token_text, ops, speed: float, others):
+    """Print a row for every batch size and context, and yield it.  speed: bytes a second; others: None, or
+    the Peers to time beside.
+    """
     columns = ("dense_ms", "fast_ms", "slow_ms", "gather_ms", "loop_ms_per_token", "mean_interval")
     columns += ("speedup", "byte_speedup", "weights_gb_s", "attention_gb_s")
     heads = (
@@ -119,13 +84,12 @@ def table(args, model: Model, cfg: SFIConfig, tokens: list[int], token_text, ops
         for context in args.contexts:
             if not fits(model, cfg, context, batch, args.steps):
                 continue
-            r = measure(model, cfg, context, batch, tokens, token_text, ops)
+            timed = others.steps(context) if others and batch == 1 else {}
+            r = measure(model, cfg, context, batch, tokens, token_text, ops, timed)
             r["floor_ms"] = 1e3 * (weights + batch * context * kv) / speed
-            if args.peer and batch == 1 and context <= 32768:
-                r["transformers_ms"] = transformers_ms(model, context)
             cells = "".join(f"{r[name]:11.{0 if name.endswith('ms') else 2}f}" for name in columns)
-            peer = f"   transformers {r['transformers_ms']:.0f}" if "transformers_ms" in r else ""
-            print(f"{batch:6}{context:9}{cells}{peer}", flush=True)
+            more = "".join(f"   {PEERS[name]} {r[f'{name}_ms']:.0f}" for name in timed)
+            print(f"{batch:6}{context:9}{cells}{more}", flush=True)
             yield r
 
 
@@ -142,7 +106,11 @@ def parser() -> Parser:
     add("--exact", action="store_true", help="rounds of exact mode, batch 1, by how often drafts are right")
     add("--measured", type=Path, metavar="FILE.json", help="with --exact: also as exactness.py saw it")
     add("--rounds", default=12, help="with --exact: of each row", **number)
-    add("--peer", action="store_true", help="also time transformers on the same weights, up to 32768 tokens")
+    add(
+        "--peer",
+        action="store_true",
+        help="also time transformers and, where installed, llama.cpp on the same weights",
+    )
     add("--out", type=Path, metavar="FILE", help="also write FILE.json and FILE.png")
     return p
 
@@ -166,7 +134,7 @@ def main(argv=None):
             raise ValueError("--exact with --check, --peer or --batches; it times rounds of one row")
         if (args.measured and not args.exact) or args.rounds < 2:
             raise ValueError("--measured and --rounds (2 or more) belong to --exact")
-        if args.peer and (problem := peer_problem()):
+        if args.peer and (problem := peers.problem()):
             raise ValueError(f"--peer: {problem}; pip install transformers, or leave the flag out")
         check_output("--out", args.out and args.out.with_suffix(".json"), (".json",), [])
         drawn = bench_exact.chances(args.measured)
@@ -193,7 +161,8 @@ def main(argv=None):
         more = tokens, text.token_text, ops, args.rounds
         made = bench_exact.rows(model, args.contexts, drawn, *more)
     else:
-        made = table(args, model, cfg, tokens, text.token_text, ops, speed)
+        others = peers.Peers(model, args.contexts, args.steps) if args.peer else None
+        made = table(args, model, cfg, tokens, text.token_text, ops, speed, others)
     result = {
         "model": "qwen3-0.6b (random weights)",
         "device": str(device),

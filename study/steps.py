@@ -124,16 +124,17 @@ def gathering_engine(engine: Engine, context: int) -> Engine:
 
 
 def measure(
-    model: Model, cfg: SFIConfig, context: int, batch: int, tokens: list[int], token_text, ops
+    model: Model, cfg: SFIConfig, context: int, batch: int, tokens: list[int], token_text, ops, others=None
 ) -> dict:
-    """Alternate SFI steps over a random cache of `context` tokens with dense and gathering ones; milliseconds
-    a step of the whole batch.
+    """Alternate SFI steps over a random cache of `context` tokens with dense and gathering ones, and with
+    `others` by name; milliseconds a step of the whole batch.
     """
+    others = others or {}
     device, new = model.device, len(tokens)
     sizes = dict(batch=batch, max_length=context + new, new_tokens=new)
     engine = filled(Engine(model, cfg, token_text, ops=ops, **sizes), context)
     gather = gathering_engine(engine, context)
-    times = {name: [] for name in ("dense", "fast", "slow", "gather")}
+    times = {name: [] for name in ("dense", "fast", "slow", "gather", *others)}
     visible = []
 
     def timed(name, step):
@@ -145,6 +146,8 @@ def measure(
             gather.rows = copy.deepcopy(engine.rows)
             if all(row.memory and row.since < cfg.max_interval for row in gather.rows):
                 timed("gather", lambda: gather.step([0] * batch))
+            for name, step in others.items():
+                timed(name, step)
         did = []
         timed("fast", lambda token=token, did=did: did.extend(engine.step([token] * batch)[1]))
         if i == 0:  # warm-up, and the first refresh, which the prefill would have done

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from command.config import model_config
 from memory import REFERENCE
 from model import attend
 from sfi import Engine, SFIConfig
-from study import bench, bench_exact, steps
+from study import bench, bench_exact, peers, steps
 from tests.tiny import SMALL, token_text
 
 
@@ -90,6 +91,32 @@ def test_a_peer_that_is_not_there_is_said_before_the_run(capsys, monkeypatch):
     with pytest.raises(SystemExit) as e:
         bench.main(["--peer"])
     assert e.value.code == 2 and "--peer: import of transformers halted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["transformers", "llama_cpp_bf16", "llama_cpp_q8_0"])
+def test_a_peer_does_the_same_work(name):
+    """The same weights, so the same logits, as far as its dtypes allow; a cache as long as asked for."""
+    if "llama" in name:
+        pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    c = replace(model_config(steps.QWEN3_06B), vocab_size=300, hidden_size=128, intermediate_size=256)
+    c = replace(c, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    torch.manual_seed(0)
+    model = steps.random_model(c, torch.float32, torch.device("cpu"))
+    engine = Engine(model, SFIConfig(policy="dense"), token_text, max_length=32, new_tokens=8)
+    tokens = torch.randint(300, (20,)).tolist()
+    want = engine.prefill(0, tokens)[0][0].numpy()
+    other = peers.Peers(model, [24], 8)
+    step = other.steps(24)[name]
+    assert not other.steps(1 << 20)
+    if name == "transformers":
+        assert step().logits.shape == (1, 1, 300) and step().past_key_values.get_seq_length() == 26
+        return
+    it = other.llama_cpp[name]
+    assert it.length == 24
+    step()
+    assert it.length == 25
+    it.resize(0)
+    assert abs(it.feed(tokens) - want).max() < (0.05 if "bf16" in name else 0.1) * want.std()
 
 
 def test_too_small_a_benchmark_is_refused(capsys):
