@@ -22,6 +22,7 @@ from study.steps import filled, fits
 from trigger import Row
 
 CHANCES = (0.7, 0.8, 0.9, 0.95, 0.99)
+PASSES = (1, 4, 8, 16, 17, 24)  # tokens of the passes whose cost is printed
 SURE = 1000.0  # drafts that the chances count for, so that the rule knows them
 
 
@@ -116,6 +117,27 @@ def measure(engine: Engine, shares, right, story: list[int], rounds: int) -> dic
     }
 
 
+def pass_costs(engine: Engine, story: list[int]) -> dict[int, float]:
+    """Dense steps that a pass of T tokens of a full row costs that also selects, by T: medians of five.
+
+    T = 1 is b, and every further token c (`exact.PASS_COST`); beyond n_evidence see LONG_PASS_COST.
+    """
+    length, device = engine.rows[0].length, engine.model.device
+    times = {T: [] for T in (0, *PASSES)}  # 0: a dense step
+
+    def verify(T):
+        engine.dense_pass(0, story[:T], "doubt", n_logits=T, drafted=T - 1)
+
+    for i in range(6):
+        for T in times:
+            step = (lambda T=T: verify(T)) if T else lambda: dense_step(engine, [length])
+            took = seconds(step, device)
+            engine.cut(0, length)
+            times[T] += [took] if i else []  # the first is a warm-up
+    median = {T: statistics.median(t) for T, t in times.items()}
+    return {T: median[T] / median[0] for T in PASSES}
+
+
 def rows(model, contexts, all_drawn: dict, story: list[int], token_text, ops, rounds: int):
     """Print the table row by row, and yield the rows."""
     columns = ("dense_ms", "fast_ms", "pass_ms", "drafts_per_pass", "tokens_per_pass", "ms_per_token")
@@ -128,10 +150,13 @@ def rows(model, contexts, all_drawn: dict, story: list[int], token_text, ops, ro
             continue
         sizes = dict(max_length=context + new, new_tokens=new)
         engine = filled(Engine(model, cfg, token_text, ops=ops, **sizes), context)
+        costs = pass_costs(engine, story)
+        cells = ", ".join(f"{T}: {cost:.2f}" for T, cost in costs.items())
+        print(f"{context:9} a pass of so many tokens costs dense steps: {cells}")
         for name, chance in tqdm(all_drawn.items(), leave=False, disable=None):
             engine.rows = [Row([0] * context)]
             engine.cache.past.zero_()
             r = measure(engine, *chance, story, rounds)
             cells = [f"{'' if r[c] is None else format(r[c], '.2f'):>15}" for c in columns]
             print(f"{context:9}{name:>10}" + "".join(cells), flush=True)
-            yield {"right": name, **r}
+            yield {"right": name, **r, "pass_costs": costs}
