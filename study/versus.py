@@ -48,8 +48,10 @@ def main(argv=None):
     p.add_argument("other", type=Path, help="a folder with the other commit")
     p.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each")
     p.add_argument("--out", type=Path, metavar="FILE.json", help="keep every run, as they come")
-    p.add_argument("flags", nargs="*", help="after --: what both benches get")
-    args = p.parse_args(argv)
+    p.epilog = "What follows -- is passed to both benches."
+    argv = sys.argv[1:] if argv is None else argv
+    end = argv.index("--") if "--" in argv else len(argv)
+    args, flags = p.parse_args(argv[:end]), argv[end + 1 :]
     runs = {"here": [], "other": []}
     try:
         if args.rounds < 1 or not (args.other / "requirements.txt").exists():
@@ -59,7 +61,7 @@ def main(argv=None):
         check_output("--out", args.out, (".json",), [])
         for _ in range(args.rounds):
             for name, folder in (("other", args.other), ("here", HERE)):
-                runs[name].append(bench(folder, args.flags))
+                runs[name].append(bench(folder, flags))
                 if args.out:
                     args.out.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as e:

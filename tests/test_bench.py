@@ -1,5 +1,6 @@
 """The benchmark's own parts: what it measures is what it says.  No time is asserted."""
 
+import json
 import sys
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ from command.config import model_config
 from memory import REFERENCE
 from model import attend
 from sfi import Engine, SFIConfig
-from study import bench, bench_exact, peers, steps
+from study import bench, bench_exact, peers, steps, versus
+from tests.conftest import ROOT
 from tests.tiny import SMALL, token_text
 
 
@@ -117,6 +119,22 @@ def test_a_peer_does_the_same_work(name):
     assert it.length == 25
     it.resize(0)
     assert abs(it.feed(tokens) - want).max() < (0.05 if "bf16" in name else 0.1) * want.std()
+
+
+def test_versus_gives_both_checkouts_the_same_flags(monkeypatch, tmp_path, capsys):
+    (tmp_path / "requirements.txt").touch()
+    asked = []
+
+    def bench_of(folder, flags):
+        asked.append((folder, flags))
+        row = dict.fromkeys((*versus.TIMES, *versus.READS), 2.0 if folder == tmp_path else 1.0)
+        return {"bandwidth_gb_s": 1.0, "rows": [{"batch": 1, "context": 8192} | row]}
+
+    monkeypatch.setattr(versus, "bench", bench_of)
+    out = tmp_path / "runs.json"
+    versus.main([str(tmp_path), "--rounds", "2", "--out", str(out), "--", "--steps", "130"])
+    assert asked == [(tmp_path, ["--steps", "130"]), (ROOT, ["--steps", "130"])] * 2
+    assert capsys.readouterr().out.count("2 1 2.00x") == 4 and len(json.loads(out.read_text())["here"]) == 2
 
 
 def test_too_small_a_benchmark_is_refused(capsys):
