@@ -1,9 +1,9 @@
-"""What Numba's loops lack: bf16 and fp16 numbers, prefetching, and PyTorch's threads.
+"""What Numba's loops lack: bf16 and fp16 numbers, a fast power of two, prefetching, and PyTorch's threads.
 
 Numba has thread pools of its own, but two pools in one process are slow: the threads of the one that has just
 ended keep their cores busy waiting, while the other's want to run (measured: 28 % lost).  So `share` runs a
 function on the threads that PyTorch uses, by a call to the OpenMP library that lies in PyTorch's folder.
-`loops.py` is written with these.
+`loops.py` and `selector_loops.py` are written with these.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import llvmlite.binding as llvm
 import numba
+import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
@@ -23,13 +24,13 @@ if numba.config.CPU_FEATURES is None:  # LLVM would use half of AVX-512's width
 
 FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}  # sums in any order; NaN and infinity stay what they are
 SETTINGS = dict(fastmath=FAST, error_model="numpy")  # a division by zero gives infinity or NaN
-part = njit(
-    **SETTINGS, forceinline=True
-)  # called by other loops; not inlined, the code of a run that compiles
-# and of one that finds it on disk would differ, and so the last bit of a sum
-
-
-SOURCES = [Path(__file__).with_name(name).stat() for name in ("native.py", "loops.py", "selector.py")]
+# A part is called by loops.  Not inlined, the code of a run that compiles and of one that finds it on disk
+# would differ, and so the last bit of a sum.
+part = njit(**SETTINGS, forceinline=True)
+LOG2E, LN2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
+ZERO, HALF, ONE = map(np.float32, (0, 0.5, 1))  # a whole number would make the result fp64
+FILES = "native.py", "loops.py", "selector_loops.py", "selector.py"
+SOURCES = [Path(__file__).with_name(name).stat() for name in FILES]
 
 
 def loop(f):
@@ -151,6 +152,22 @@ def from_bits(context, x):
     """The fp32 number with these bits, an int32."""
     generate = lambda context, builder, signature, args: builder.bitcast(args[0], ir.FloatType())
     return types.float32(types.int32), generate
+
+
+@part
+def exp2(x):
+    """2^x in fp32, x <= 0, to 1e-7; below 2^-126.5 it is 0.  LLVM would call a function for every number."""
+    x = max(x, np.float32(-127))
+    whole = np.rint(x)
+    y = x - whole  # in [-1/2, 1/2]: Taylor's series of 2^y
+    p = np.float32(1.5403530e-4)
+    p = p * y + np.float32(1.3333558e-3)
+    p = p * y + np.float32(9.6181291e-3)
+    p = p * y + np.float32(5.5504109e-2)
+    p = p * y + np.float32(2.4022651e-1)
+    p = p * y + np.float32(6.9314718e-1)
+    p = p * y + ONE
+    return p * from_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
 
 
 @intrinsic

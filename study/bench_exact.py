@@ -8,6 +8,7 @@ as their mean over the draws, given how long the drafts were.  Read before: `ben
 import json
 import random
 import statistics
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -125,13 +126,15 @@ def pass_costs(engine: Engine, story: list[int]) -> dict[int, float]:
     length, device = engine.rows[0].length, engine.model.device
     times = {T: [] for T in (0, *PASSES)}  # 0: a dense step
 
-    def verify(T):
-        engine.dense_pass(0, story[:T], "doubt", n_logits=T, drafted=T - 1)
+    def step(T):
+        if T:
+            engine.dense_pass(0, story[:T], "doubt", n_logits=T, drafted=T - 1)
+        else:
+            dense_step(engine, [length])
 
     for i in range(6):
         for T in times:
-            step = (lambda T=T: verify(T)) if T else lambda: dense_step(engine, [length])
-            took = seconds(step, device)
+            took = seconds(partial(step, T), device)
             engine.cut(0, length)
             times[T] += [took] if i else []  # the first is a warm-up
     median = {T: statistics.median(t) for T, t in times.items()}

@@ -140,9 +140,9 @@ class LlamaCpp:
     def feed(self, tokens: list[int]) -> np.ndarray:
         """Cache more tokens; the logits (V,) of the last one."""
         for i in range(0, len(tokens), 512):
-            n = len(tokens[i : i + 512])
-            some = (self.lib.llama_token * n)(*tokens[i : i + n])  # kept: the batch points to it
-            batch = self.lib.llama_batch_get_one(some, n)
+            some = tokens[i : i + 512]
+            given = (self.lib.llama_token * len(some))(*some)  # named: the batch only points to it
+            batch = self.lib.llama_batch_get_one(given, len(some))
             if self.lib.llama_decode(self.context, batch):
                 raise ValueError("llama.cpp cannot decode; lower --contexts")
         self.length += len(tokens)

@@ -16,6 +16,14 @@ from tests.conftest import ROOT
 from tests.tiny import SMALL, token_text
 
 
+def test_costs_of_passes_leave_the_row_as_long_as_it_was(tiny):
+    cfg = replace(SMALL, exact=True)
+    engine = steps.filled(Engine(tiny, cfg, token_text, max_length=130, new_tokens=30), 90)
+    costs = bench_exact.pass_costs(engine, [1, 3, 4] * 8)
+    assert list(costs) == list(bench_exact.PASSES) and min(costs.values()) > 0
+    assert engine.rows[0].tokens == [0] * 90
+
+
 def test_gathering_by_index_equals_reading_a_packed_block():
     """The row that shows what coalescing is worth must do the same work."""
     torch.manual_seed(0)

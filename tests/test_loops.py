@@ -15,6 +15,7 @@ import torch
 import loops
 import model
 import native
+import selector_loops
 from command.machine import choose_backend
 from cpu import CPU
 from sfi import SFIConfig
@@ -151,7 +152,7 @@ def test_top_n_takes_the_lower_of_equal_ones():
     out = torch.zeros(1, dtype=torch.int64)
     for n, want in [(1, [0]), (2, [0, 3]), (3, [0, 2, 3]), (4, [0, 2, 3, 4]), (6, [0, 1, 2, 3, 4, 6])]:
         out = torch.zeros(n, dtype=torch.int64)
-        loops.top_n(f.view(torch.int32).numpy(), out.numpy())
+        selector_loops.top_n(f.view(torch.int32).numpy(), out.numpy())
         assert out.tolist() == want
 
 
