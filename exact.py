@@ -10,38 +10,38 @@ temperature.  The pass is a slow step too: its queries choose the next memory.  
 (arXiv 2211.17192) in which the model drafts for itself; SparseSpec (2512.01278) and Vegas (2602.07223) also
 select from the verifying pass.
 
-How long to draft.  With a dense step as the unit, let a fast step cost f, a pass of one token that also
-selects b, and every further token of it c.  A round of m drafts, each right with chance a if those before
-are, costs b + m (f + c) and makes 1 + a + .. + a^m = (1 - a^(m+1)) / (1 - a) tokens.  The best m maximises
-the ratio r of tokens to cost, and there one more draft adds no more than it costs: a^(m+1) <= r (f + c).
-If no m gives r > 1, the row makes dense steps.  Chances differ from place to place, and the drafts know: a
-token that was far ahead of the second best is rarely wrong.  So a row drafts on while
+How long to draft.  With a dense step as the unit, let a round of m drafts cost p(m): m fast steps, and the
+pass over m + 1 tokens that also selects.  If each draft is right with chance a, given that those before are,
+the round makes 1 + a + .. + a^m tokens.  The best m maximises the ratio r of tokens to cost, and there one
+more draft adds no more than it costs: a^(m+1) <= r (p(m+1) - p(m)).  If no m gives r > 1, the row makes dense
+steps.  Chances differ from place to place, and the drafts know: a token that was far ahead of the second best
+is rarely wrong.  So a row drafts on while
 
-    P(all drafts so far are right) * (mean chance of a draft)  >  r * (f + c),
+    P(all drafts so far are right) * (mean chance of a draft)  >  r * (p(m+1) - p(m)),
 
 with chances from what has been seen of this row, and the larger of two r: what its rounds reached, and the
 best that one mean chance would allow.  A row that stays dense sees no drafts, so it slowly forgets and tries
-again.  Bytes give f; b and c were measured once for each kind of device.  So lengths do not depend on how
-busy a machine is.  Read before: `sfi.py`, whose `decode` calls `Speculation.step`.
+again.  `prices` measures p at a decode's first step, so from run to run a round may be longer or shorter; the
+tokens are the same.  Read before: `sfi.py`, whose `decode` calls `Speculation.step`.
 """
 
+import math
+import time
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import torch
 
-from cpu import CPU_HAS_BF16
 from sampling import draw
 
 LEADS = (0.25, 0.5, 1.0, 2.0, 4.0)  # logits between best and second best: the bounds of six classes
 # Drafts of each class, and how many of them were right, before any are seen: SmolLM2's, see study/RESULTS.md.
 SEEN = (2.0, 1.7, 2.8, 3.9, 5.1, 8.5)
 RIGHT = tuple(n * chance for n, chance in zip(SEEN, (0.73, 0.88, 0.94, 0.97, 0.995, 0.999), strict=True))
-# b and c: measured on a CPU, also where it must widen half precision; on a GPU an estimate.
-PASS_COST = {"cpu": (1.35, 0.12), "cpu, half precision": (2.0, 0.2), "cuda": (1.05, 0.01)}
-# Dense steps more for a draft that makes a pass longer than its evidence, on a CPU, where scores then come
-# apart from attention: more than any draft is worth, so a round ends there.
-LONG_PASS_COST = 1.6
+TIMED = (1, 8, 16, 25)  # tokens of the passes that are timed; prices between and beyond lie on lines
+MOST = 64  # drafts of a round
 FORGET = 1 / 256  # of what was seen, with each dense step that no draft preceded
 
 
@@ -52,8 +52,7 @@ class Drafts:
     fed: list = field(default_factory=list)  # (token, trigger after it): a certain token, then drafts
     classes: list = field(default_factory=list)  # of the drafts, by lead
     chance: float = 1.0  # that all drafts are right
-    cost: float = 1.0  # of one more draft, f + c
-    round_cost: float = 1.0  # of this round so far, in dense steps
+    cost: float = 1.0  # p of this round so far, in dense steps
     right: list = field(default_factory=lambda: list(RIGHT))  # per class
     seen: list = field(default_factory=lambda: list(SEEN))
     rate: float = 1.0  # r of this round
@@ -67,21 +66,20 @@ class Drafts:
         """A fast step has drafted a token, `lead` logits ahead of the second best."""
         i = sum(lead >= bound for bound in LEADS)
         self.classes.append(i)
-        self.round_cost += self.cost
         self.chance *= self.right[i] / self.seen[i]
 
-    def should_verify(self, token: int, trigger, base: float, cost: float) -> bool:
+    def should_verify(self, token: int, trigger, prices: list[float]) -> bool:
         """Take in a token that is fed next, with the trigger after it, and decide whether its pass
-        must be dense, rather than a fast step that drafts another token; base is b, cost f + c.  Nothing
+        must be dense, rather than a fast step that drafts another token; prices are p(0), p(1), ..  Nothing
         drafted yet: whether drafts cannot pay.
         """
         self.fed.append((token, trigger))
-        self.cost, mean = cost, sum(self.right) / sum(self.seen)
-        if self.classes:
-            return self.chance * mean <= self.rate * cost
-        self.round_cost = base
-        made = accumulate(mean**m for m in range(65))  # by a round of m = 0, 1, .. drafts
-        best = max(tokens / (base + m * cost) for m, tokens in enumerate(made))
+        m, mean = len(self.classes), sum(self.right) / sum(self.seen)
+        self.cost = prices[m]
+        if m:
+            return m == MOST or self.chance * mean <= self.rate * (prices[m + 1] - prices[m])
+        made = accumulate(mean**i for i in range(MOST + 1))  # by a round of so many drafts
+        best = max(tokens / p for tokens, p in zip(made, prices, strict=True))
         self.rate = max(best, self.made / self.spent)
         if best <= 1:
             toward = lambda now, first: [x + FORGET * (y - x) for x, y in zip(now, first, strict=True)]
@@ -104,7 +102,7 @@ class Drafts:
         for i in self.classes[:accepted]:
             self.right[i] += 1
         self.made += accepted + 1
-        self.spent += self.round_cost
+        self.spent += self.cost
         return accepted
 
 
@@ -114,10 +112,7 @@ class Speculation:
     def __init__(self, engine, sampling, stop_ids=()):
         self.engine, self.sampling, self.stop_ids = engine, sampling, stop_ids
         self.drafts = [Drafts() for _ in engine.rows]
-        read = lambda tokens: engine.model.weight_bytes(engine.model.dtype, tokens)[1]
-        batch = len(engine.rows)
-        self.weights = read(batch) / batch  # bytes of weights that a step reads for a row
-        self.weights_alone, self.weights_per_token = read(1), read(2) - read(1)  # in a pass of one row
+        self.timed = {}  # by the length of a row at which they were measured: its prices
 
     def step(self, tokens: list[int | None], left: list[int]):
         """Feed a token to every row (None: it has ended), of which `left` tokens may still be made.
@@ -135,8 +130,8 @@ class Speculation:
         if set(together) != {"ended"}:
             joint, did = engine.feed(tokens, together)
             logits = list(joint[:, None])  # (1, V) a row
-        for b in verifying:  # each in a pass of its own
-            logits[b], did[b] = self.verify(b, reasons[b])
+        for b, checked in self.verify(verifying, reasons).items():
+            logits[b], did[b] = checked
         certain, fed = [[] for _ in tokens], [None] * len(tokens)
         for b, (picked, leads) in self.pick(logits, did).items():
             if did[b].reason == "fast":
@@ -152,12 +147,12 @@ class Speculation:
         draft would not pay ("doubt") and where the text may end ("end"), which no draft may decide.
         """
         reason, row, drafts = self.engine.next_reason(b, token), self.engine.rows[b], self.drafts[b]
-        if token is None:
+        if reason in ("ended", "short"):
             return reason
         if not row.unverified:
             drafts.start_round()
-        doubt = drafts.should_verify(token, row.trigger, *self.costs(b))
-        if doubt and not row.unverified and reason != "short":
+        doubt = drafts.should_verify(token, row.trigger, self.prices(b))
+        if doubt and not row.unverified:
             return "dense"
         if reason != "fast":
             return reason
@@ -165,12 +160,17 @@ class Speculation:
         may_end = row.unverified + 1 >= left or (row.unverified and token in self.stop_ids)
         return "doubt" if doubt else "end" if may_end else "fast"
 
-    def verify(self, b: int, reason: str):
-        """The dense pass over what row b has fed since the last one: logits (m + 1, V), and what it did."""
-        engine, fed = self.engine, self.drafts[b].tokens
-        m = len(fed) - 1
-        engine.cut(b, engine.rows[b].length - m)  # drop their keys and values; the pass writes them anew
-        return engine.dense_pass(b, fed, reason, n_logits=m + 1, drafted=m)
+    def verify(self, rows: list[int], reasons: list[str]) -> dict:
+        """The dense pass over what these rows have fed since their last one, which reads the weights once for
+        all of them: by row, logits (m + 1, V) and what it did.
+        """
+        engine, fed, plans = self.engine, {b: self.drafts[b].tokens for b in rows}, {}
+        for b, tokens in fed.items():
+            m = len(tokens) - 1
+            engine.cut(b, engine.rows[b].length - m)  # drop their keys and values; the pass writes them anew
+            plans[b] = engine.dense_plan(b, m + 1, reasons[b], drafted=m)
+        logits = engine.run_joined(fed, plans) if fed else {}
+        return {b: (logits[b], engine.record(engine.rows[b], plans[b], fed[b])) for b in rows}
 
     def pick(self, logits: list, did: list) -> dict:
         """The tokens picked by each live row's pass, one for each token that it fed, with their leads."""
@@ -200,21 +200,67 @@ class Speculation:
         _, row.trigger = drafts.fed[accepted]
         return accepted
 
-    def costs(self, b: int) -> tuple[float, float]:
-        """b and f + c of row b: a pass of one token, and one more draft with its place in a pass, in dense
-        steps.  A row shares fast and dense steps with its batch, but its passes are its own, and of a
-        mixture of experts every token may read others.
-        """
-        model, cfg, row = self.engine.model, self.engine.cfg, self.engine.rows[b]
-        kind = model.device.type
-        widened = kind == "cpu" and model.dtype != torch.float32 and not CPU_HAS_BF16
-        base, per_token = PASS_COST["cpu, half precision" if widened else kind]
-        cached = model.config.kv_bytes(model.dtype)
-        memory = row.memory or cfg.n_sink + cfg.budget + cfg.n_recent
-        dense = self.weights + row.length * cached  # bytes of a step
-        alone = (self.weights_alone + row.length * cached) / dense
-        if (cost := cfg.draft_cost) is None:
-            cost = (self.weights + memory * cached + self.weights_per_token) / dense + per_token * alone
-            if kind == "cpu" and row.unverified + 2 > cfg.n_evidence:
-                cost += LONG_PASS_COST
-        return base * alone, cost
+    def prices(self, b: int) -> list[float]:
+        """p(0), p(1), .. of row b at about its length."""
+        if (cost := self.engine.cfg.draft_cost) is not None:
+            return [1 + m * cost for m in range(MOST + 1)]
+        n = self.engine.rows[b].length
+        about = next((length for length in self.timed if length / 1.25 <= n <= length * 1.25), None)
+        if about is None:
+            self.timed[n], about = prices(self.engine, b), n
+        return self.timed[about]
+
+
+def prices(engine, b: int) -> list[float]:
+    """What a round of 0, 1, .. MOST drafts of row b costs, in dense steps: m fast steps, and the pass over
+    m + 1 tokens that also selects.  A row shares fast and dense steps with its batch.
+
+    Measured, the least of three times each: on a CPU of one layer and of the output head, which takes less
+    than a second; where steps are captured, of whole ones.  Changes nothing that the engine knows.
+    """
+    cache, config, n = engine.cache, engine.model.config, engine.rows[b].length
+    kinds = ["dense" if row.length < engine.max_length else "ended" for row in engine.rows]
+    dense = [engine.plan(i, kind) for i, kind in enumerate(kinds)]
+    memory = engine.cfg.n_sink + engine.cfg.budget + engine.cfg.n_recent
+    fast = [plan._replace(start=0, visible=min(memory, plan.visible)) for plan in dense]
+    most = min(engine.cfg.max_interval + 1, engine.max_length - n)  # tokens for which the memory has room
+    sizes = sorted({min(T, most) for T in TIMED})
+    checks = [(b, [engine.dense_plan(b, T, "doubt", drafted=T - 1)], T) for T in sizes]
+    passes = [(0, dense, 1), (0, fast, 1), *checks]
+
+    i = next((i for i in range(config.num_hidden_layers) if config.is_sparse(i)), 0)
+    parts = [(slice(i, i + 1), False, config.num_hidden_layers), (slice(0, 0), True, 1)]
+    if engine.capture:
+        parts = [(slice(None), True, 1)]
+    known = [row.tokens[-sizes[-1] :] for row in engine.rows]  # fed again: experts are chosen as in the text
+    touched = [cache.past[parts[0][0], b], *(x[parts[0][0], b, :, : cache.cap] for x in (cache.k, cache.v))]
+    kept = [x.clone() for x in touched]
+    least, began = [[math.inf] * len(parts) for _ in passes], time.perf_counter()
+    for turn in range(3):
+        for (first, plans, T), times in zip(passes, least, strict=True):
+            fed = [(row * T)[-T:] for row in known[first : first + len(plans)]]
+            for j, (layers, head, _) in enumerate(parts):
+                work = partial(engine.run, first, fed, plans, T * head, layers)
+                times[j] = min(times[j], seconds(work, engine.model.device))
+        if turn and time.perf_counter() - began > 0.5:
+            break
+    cache.schedule.wait_for_all()
+    for x, was in zip(touched, kept, strict=True):
+        x.copy_(was)
+    times = [sum(t * part[-1] for t, part in zip(times, parts, strict=True)) for times in least]
+    step, draft = (t / kinds.count("dense") for t in times[:2])
+    check = np.maximum.accumulate(times[2:])
+    slope = (check[-1] - check[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else check[0]
+    check, sizes = [*check, check[-1] + slope * (MOST + 1 - sizes[-1])], [*sizes, MOST + 1]
+    m = np.arange(MOST + 1)
+    return ((m * draft + np.interp(m + 1, sizes, check)) / step).tolist()
+
+
+def seconds(work, device: torch.device) -> float:
+    """How long work() takes, the device's queued work included."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    began = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - began

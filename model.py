@@ -266,13 +266,16 @@ class Model(nn.Module):
         self.register_buffer("inv_freq", inverse_frequencies(c.rope, c.head_dim), persistent=False)
 
     @torch.inference_mode()
-    def forward(self, tokens, positions, attention, parts=PARTS, n_logits=1):
-        """Logits (B, n_logits, V) fp32 of the last n_logits of tokens (B, T) at positions (B, T), int64."""
+    def forward(self, tokens, positions, attention, parts=PARTS, n_logits=1, layers=slice(None)):
+        """Logits (B, n_logits, V) fp32 of the last n_logits of tokens (B, T) at positions (B, T), int64.
+
+        layers: which of them run; all, except to time a part.
+        """
         angle = positions[..., None].float() * self.inv_freq  # (B, T, D/2)
         scale = self.config.rope.attention_factor
         cos, sin = angle.cos() * scale, angle.sin() * scale
         x = self.model["embed_tokens"](tokens)  # (B, T, C)
-        for block in self.model["layers"]:
+        for block in self.model["layers"][layers]:
             x = block(x, cos, sin, attention, parts)
         x = self.model["norm"](x[:, x.shape[1] - n_logits :], parts)  # (B, n_logits, C)
         head = self.model["embed_tokens"] if self.config.tie_word_embeddings else self.lm_head

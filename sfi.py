@@ -67,7 +67,7 @@ class SFIConfig:
         False, "fast steps draft, slow steps verify: the tokens of dense decoding in float32"
     )
     draft_cost: float | None = option(
-        None, "exact: what one more draft costs, in dense steps; none given: by bytes; 0: long drafts"
+        None, "exact: what one more draft costs, in dense steps; none given: measured; 0: long drafts"
     )
 
     def __post_init__(self):
@@ -224,12 +224,16 @@ class Engine:
         Returns the logits (n_logits, V) of the last tokens and the RowStep.  The last `drafted` tokens are
         not yet certain, so the new memory's recent window begins as if they were not there.
         """
-        row, cfg = self.rows[b], self.cfg
-        length = row.length + len(tokens)
+        plan = self.dense_plan(b, len(tokens), reason, refresh, drafted)
+        return self.run(b, [tokens], [plan], n_logits)[0], self.record(self.rows[b], plan, tokens)
+
+    def dense_plan(self, b: int, T: int, reason: str, refresh=True, drafted=0) -> RowStep:
+        """What row b does in a dense pass over T new tokens; see `dense_pass`."""
+        cfg, length = self.cfg, self.rows[b].length + T
         plan = RowStep(reason, self.cache.cap, length, length, drafted=drafted)
         if refresh and cfg.policy != "dense" and cfg.candidates(length) > cfg.budget:
             plan = plan._replace(recent_start=cfg.recent_start(length - drafted))
-        return self.run(b, [tokens], [plan], n_logits)[0], self.record(row, plan, tokens)
+        return plan
 
     def step(self, tokens: list[int | None]):
         """Feed a token to every row (None: it has ended).  Returns logits (B, V) and what each row did."""
@@ -342,35 +346,66 @@ class Engine:
             row.memory = self.cfg.n_sink + self.cfg.budget + done.visible - done.recent_start
         return done._replace(copied=row.memory)
 
-    def run(self, first: int, tokens, plans: list[RowStep], n_logits=1):
+    def run(self, first: int, tokens, plans: list[RowStep], n_logits=1, layers=slice(None)):
         """One forward pass: tokens (B', T) for rows first .. first + B' - 1, as `plans` says.
 
         Returns the last n_logits logits (B', n_logits, V).  The rows' state is the caller's business.
+        layers: which run; all, except to time a part.
         """
-        device, T = self.model.device, len(tokens[0])
-        numbers = [  # as `SlowFastCache.attention` takes them
-            (-1 if p.reason == "ended" else p.length - T, p.start, p.visible, p.slot, p.recent_start)
-            for p in plans
-        ]
-        pinned = device.type == "cuda"  # then the host need not wait for the copy
-        upload = lambda x: torch.tensor(x, pin_memory=pinned).to(device, non_blocking=True)
-        inputs = upload(tokens), upload(numbers)
+        inputs = self.upload(tokens, plans)
         self.passes.append((first, plans, n_logits, *inputs))
-        all_rows = len(plans) == len(self.rows)
+        T, all_rows = len(tokens[0]), len(plans) == len(self.rows)
         if self.capture and T == 1 and all_rows and not any(p.refresh for p in plans):
             self.cache.schedule.wait_for_all()
             if self.captured is None:
                 forward = lambda *inputs: self.forward(first, plans, n_logits, *inputs)
                 self.captured = self.capture(forward, *inputs)
             return self.captured(*inputs)
-        return self.forward(first, plans, n_logits, *inputs)
+        return self.forward(first, plans, n_logits, *inputs, layers)
 
-    def forward(self, first: int, plans: list[RowStep], n_logits: int, tokens, numbers):
-        """`run` on the device: tokens (B', T) and numbers (B', 5), int64."""
+    def run_joined(self, tokens: dict[int, list[int]], plans: dict[int, RowStep]) -> dict:
+        """Passes of single rows, of any number of tokens each, that read the weights once for all of them.
+        Returns each row's logits (T, V).
+        """
+        inputs = {b: self.upload([tokens[b]], [plans[b]]) for b in tokens}
+        self.passes += [(b, [plans[b]], len(tokens[b]), *inputs[b]) for b in tokens]
+        places, attentions = zip(*(self.reads(b, [plans[b]], *inputs[b]) for b in tokens), strict=True)
+        lengths = [len(row) for row in tokens.values()]
+
+        def attention(layer, q, k, v):
+            pieces = zip(attentions, *(x.split(lengths, dim=1) for x in (q, k, v)), strict=True)
+            return torch.cat([attend(layer, *piece) for attend, *piece in pieces], dim=1)
+
+        fed = torch.cat([row for row, _ in inputs.values()], dim=1)  # (1, all of them)
+        places, parts = torch.cat(places, dim=1), self.cache.ops.parts
+        logits = self.model(fed, places, attention, parts, n_logits=sum(lengths))[0]
+        return dict(zip(tokens, logits.split(lengths), strict=True))
+
+    def upload(self, tokens, plans: list[RowStep]):
+        """What a pass takes on the device: tokens (B', T) and numbers (B', 5), int64, as
+        `SlowFastCache.attention` takes them.
+        """
+        device, T = self.model.device, len(tokens[0])
+        numbers = [
+            (-1 if p.reason == "ended" else p.length - T, p.start, p.visible, p.slot, p.recent_start)
+            for p in plans
+        ]
+        pinned = device.type == "cuda"  # then the host need not wait for the copy
+        return tuple(
+            torch.tensor(x, pin_memory=pinned).to(device, non_blocking=True) for x in (tokens, numbers)
+        )
+
+    def reads(self, first: int, plans: list[RowStep], tokens, numbers):
+        """The positions (B', T) of these tokens, and the attention of their rows."""
         position, *more = (column.contiguous() for column in numbers.unbind(1))
         attention = self.cache.attention(slice(first, first + len(plans)), plans, position, *more)
         positions = position.clamp_min(0)[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        return self.model(tokens, positions, attention, self.cache.ops.parts, n_logits)
+        return positions, attention
+
+    def forward(self, first, plans: list[RowStep], n_logits, tokens, numbers, layers=slice(None)):
+        """`run` on the device."""
+        places, attention = self.reads(first, plans, tokens, numbers)
+        return self.model(tokens, places, attention, self.cache.ops.parts, n_logits, layers)
 
     def reanchor(self, b: int) -> int:
         """Policy window: rebuild sinks and window without a dense pass.  Returns tokens copied."""

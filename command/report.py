@@ -121,7 +121,8 @@ class Tally:
             if row.reason not in ("prefill", "ended")
         ]
         self.passes[len(step.rows)] += any(not row.drafted for _, row in did)
-        self.passes.update(row.drafted + 1 for _, row in did if row.drafted)  # each in a pass of its own
+        checked = sum(row.drafted + 1 for _, row in did if row.drafted)  # all in one pass
+        self.passes[checked] += checked > 0
         for tokens, row in did:
             self.reasons[row.reason] += 1
             self.visible += row.visible

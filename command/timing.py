@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from exact import seconds
 from sfi import Engine, RowStep
 
 
@@ -22,15 +23,6 @@ class Clock:
             torch.cuda.synchronize(self.device)
         self.at[name] = time.perf_counter() - self.began
         return self.at[name]
-
-
-def seconds(work, device: torch.device) -> float:
-    """How long work() takes, the device's queued work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    clock = Clock(device)
-    work()
-    return clock.mark("end")
 
 
 def dense_step(engine: Engine, lengths: list[int]):

@@ -8,6 +8,7 @@ as their mean over the draws, given how long the drafts were.  Read before: `ben
 import json
 import random
 import statistics
+import time
 from functools import partial
 from itertools import accumulate
 from operator import mul
@@ -15,8 +16,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from command.timing import dense_step, seconds
-from exact import LEADS, SEEN, Speculation
+from command.timing import dense_step
+from exact import LEADS, SEEN, Speculation, prices, seconds
 from sampling import GREEDY
 from sfi import Engine, SFIConfig
 from study.steps import filled, fits
@@ -99,7 +100,7 @@ def measure(engine: Engine, shares, right, story: list[int], rounds: int) -> dic
         spent.append(sum(took))
         drafted += did.drafted
     median = {f"{name}_ms": 1e3 * statistics.median(t) if t else None for name, t in times.items()}
-    weights, kv = drawn.weights, model.config.kv_bytes(model.dtype)
+    weights, kv = model.weight_bytes(model.dtype, 1)[1], model.config.kv_bytes(model.dtype)
     bytes_ = (drafted + rounds) * weights + (sum(seen) + rounds * context) * kv
     return {
         "context": context,
@@ -121,7 +122,7 @@ def measure(engine: Engine, shares, right, story: list[int], rounds: int) -> dic
 def pass_costs(engine: Engine, story: list[int]) -> dict[int, float]:
     """Dense steps that a pass of T tokens of a full row costs that also selects, by T: medians of five.
 
-    T = 1 is b, and every further token c (`exact.PASS_COST`); beyond n_evidence see LONG_PASS_COST.
+    `exact.prices` finds them in less than a second, from one layer; these are of the whole model.
     """
     length, device = engine.rows[0].length, engine.model.device
     times = {T: [] for T in (0, *PASSES)}  # 0: a dense step
@@ -156,10 +157,14 @@ def rows(model, contexts, all_drawn: dict, story: list[int], token_text, ops, ro
         costs = pass_costs(engine, story)
         cells = ", ".join(f"{T}: {cost:.2f}" for T, cost in costs.items())
         print(f"{context:9} a pass of so many tokens costs dense steps: {cells}")
+        began = time.perf_counter()
+        p = prices(engine, 0)
+        found = ", ".join(f"{T - 1}: {p[T - 1]:.2f}" for T in PASSES)
+        print(f"{context:9} a round of so many drafts, found in {time.perf_counter() - began:.2f} s: {found}")
         for name, chance in tqdm(all_drawn.items(), leave=False, disable=None):
             engine.rows = [Row([0] * context)]
             engine.cache.past.zero_()
             r = measure(engine, *chance, story, rounds)
             cells = [f"{'' if r[c] is None else format(r[c], '.2f'):>15}" for c in columns]
             print(f"{context:9}{name:>10}" + "".join(cells), flush=True)
-            yield {"right": name, **r, "pass_costs": costs}
+            yield {"right": name, **r, "pass_costs": costs, "prices": p}

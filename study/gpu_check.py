@@ -19,7 +19,7 @@ import selector
 from command import story
 from command.config import model_config
 from command.machine import cache_bytes, check_memory
-from command.timing import seconds
+from exact import seconds
 from memory import REFERENCE
 from selector_kernels import KERNELS
 from sfi import Engine, SFIConfig

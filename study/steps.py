@@ -14,7 +14,8 @@ import torch
 from tqdm import tqdm
 
 from command.machine import cache_bytes, check_memory
-from command.timing import dense_step, seconds
+from command.timing import dense_step
+from exact import seconds
 from model import Model, ModelConfig, inverse_frequencies
 from sfi import Engine, SFIConfig
 

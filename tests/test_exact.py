@@ -1,5 +1,6 @@
 """Exact mode: dense decoding's tokens, no trace of wrong drafts, and drafts as long as they pay."""
 
+import copy
 import json
 import random
 from dataclasses import replace
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from command.report import Tally
-from exact import LONG_PASS_COST, PASS_COST, RIGHT, SEEN, Drafts, Speculation
+from exact import MOST, RIGHT, SEEN, TIMED, Drafts, Speculation, prices
+from model import Model
 from sampling import GREEDY, Sampling
 from sfi import Engine, SFIConfig, decode
 from study import exactness
@@ -71,9 +73,14 @@ def test_tokens_are_those_of_dense_decoding(tiny, name, sampling):
     assert tally.dense == dense.dense and tally.passes.total() > dense.passes.total() / 2
 
 
+def line(base, cost):
+    """Prices of rounds: a pass of one token, and every draft."""
+    return [base + m * cost for m in range(MOST + 1)]
+
+
 def test_rows_are_independent(tiny, monkeypatch):
     """A row in a batch drafts, and is accepted, as alone, if it is told the same prices."""
-    monkeypatch.setattr(Speculation, "costs", lambda self, b: (1.4, 0.1))
+    monkeypatch.setattr(Speculation, "prices", lambda self, b: line(1.4, 0.1))
     prompts = [prompt(60), prompt(45, 1)]
     together = decoded(tiny, EXACT, prompts, 40)[1]
     alone = decoded(tiny, EXACT, prompts[:1], 40)[1]
@@ -82,6 +89,23 @@ def test_rows_are_independent(tiny, monkeypatch):
     both = [[did.accepted for did in s.rows] for s in together if all(did.drafted for did in s.rows)]
     assert any(a != b for a, b in both), "checked in one step, to different lengths"
     assert any(sum(did.drafted > 0 for did in s.rows) == 1 for s in together), "and one alone"
+
+
+def test_rows_are_checked_in_one_pass(tiny, monkeypatch):
+    """However many drafts each has: the weights are read once."""
+    ran, forward = [], Model.forward
+    monkeypatch.setattr(Model, "forward", lambda *args, **kw: ran.append(1) or forward(*args, **kw))
+    monkeypatch.setattr(Speculation, "prices", lambda self, b: line(1.4, 0.1))
+    prompts, unequal = [prompt(60), prompt(45, 1), prompt(70, 2)], 0
+    engine = Engine(tiny, EXACT, token_text, batch=3, max_length=140, new_tokens=60)
+    for step in decode(engine, prompts, max_new_tokens=60):
+        drafted = [did.drafted for did in step.rows if did.drafted]
+        others = any(did.reason != "ended" and not did.drafted for did in step.rows)
+        if step.rows[0].reason != "prefill" and drafted:
+            assert len(ran) == 1 + others
+            unequal += len(set(drafted)) > 1
+        ran.clear()
+    assert unequal
 
 
 @pytest.mark.parametrize("new", [0, 1, 2, 3, 7, 30])
@@ -209,8 +233,25 @@ def test_accepting_always_is_noticed(tiny, monkeypatch):
     assert not agree(tiny, prompts, [got[0][:60]], want)
 
 
-def test_nothing_is_drafted_where_it_cannot_pay(tiny):
-    """By bytes at this length, and at a cost of a whole dense step: dense decoding, bit for bit."""
+def clock(monkeypatch, per_layer, per_head, per_cached=0.0, per_token=0.0, noise=lambda: 0.0):
+    """Replace what `exact.prices` reads of a clock by a sum; returns the passes that were run."""
+    ran = []
+
+    def seconds(work, device):
+        work()
+        _, tokens, plans, n_logits, layers = work.args
+        ran.append((len(plans), len(tokens[0]), plans[0].reason, plans[0].visible, layers))
+        n_layers, T = len(range(*layers.indices(2))), len(plans) * len(tokens[0])
+        read = per_layer + per_cached * sum(p.visible for p in plans) + per_token * T
+        return n_layers * read + per_head * (n_logits > 0) + noise()
+
+    monkeypatch.setattr("exact.seconds", seconds)
+    return ran
+
+
+def test_nothing_is_drafted_where_it_cannot_pay(tiny, monkeypatch):
+    """By time at this length, and at a cost of a whole dense step: dense decoding, bit for bit."""
+    clock(monkeypatch, per_layer=1000, per_head=1000, per_cached=1)
     prompts = [prompt(60), prompt(80, 1)]
     want, _, dense = decoded(tiny, DENSE, prompts, 30)
     for change in (dict(draft_cost=None, n_select=30), dict(draft_cost=1.0)):
@@ -225,59 +266,83 @@ def test_nothing_is_drafted_where_it_cannot_pay(tiny):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_prices_by_bytes(tiny, batch):
-    """A batch shares the weights of fast and dense steps, but each row's pass reads them again; and at these
-    prices a long row drafts.
+def test_prices(tiny, monkeypatch, batch):
+    """A batch shares the weights of fast and dense steps; a pass over drafts grows with its tokens.  Of three
+    times the least counts, so a disturbed clock changes nothing; and at these prices a long row drafts.
     """
-    cfg, sizes = replace(EXACT, draft_cost=None), dict(batch=batch, max_length=400, new_tokens=10)
-    engine, token = Engine(tiny, cfg, token_text, **sizes), tiny.config.kv_bytes(torch.float32)
-    speculation, row = Speculation(engine, GREEDY), engine.rows[0]
-    weights = (
-        sum(p.nbytes for p in tiny.parameters()) - tiny.model["embed_tokens"].weight.nbytes
-    )  # not the head
-    fast, dense, alone = weights / batch + 20 * token, weights / batch + 300 * token, weights + 300 * token
-    base, per_token = (price * alone / dense for price in PASS_COST["cpu"])
-    row.tokens, row.memory = [0] * 300, 20
-    assert speculation.costs(0) == pytest.approx((base, fast / dense + per_token))
-    row.unverified = cfg.n_evidence - 2  # one more draft and the pass has n_evidence tokens
-    assert speculation.costs(0)[1] < 1
-    row.unverified += 1
-    assert speculation.costs(0) == pytest.approx((base, fast / dense + per_token + LONG_PASS_COST))
-    speculation.weights_per_token = 0.1 * dense  # as if every token needed experts of its own
-    row.unverified = 0
-    assert speculation.costs(0)[1] == pytest.approx(fast / dense + per_token + 0.1)
+    shocks = (50.0, 0.0, 7.0)  # turn by turn; a turn has 6 passes, each of a layer and the head
+    ran = clock(monkeypatch, 300, 200, 3, 5, noise=lambda: shocks[(len(ran) - 1) // 12 % 3])
+    cfg = replace(EXACT, draft_cost=None, max_interval=24)
     prompts = [prompt(400, i) for i in range(batch)]
-    got, steps, _ = decoded(tiny, cfg, prompts, 30)
+    engine = Engine(tiny, cfg, token_text, batch=batch, max_length=440, new_tokens=40)
+    for b, tokens in enumerate(prompts):
+        engine.prefill(b, tokens)
+    found = prices(engine, batch - 1)
+    layers = tiny.config.num_hidden_layers
+    dense = (layers * (300 + batch * (3 * 401 + 5)) + 200) / batch
+    fast = (layers * (300 + batch * (3 * 20 + 5)) + 200) / batch
+    check = lambda T: layers * (300 + 3 * (400 + T) + 5 * T) + 200
+    assert found == pytest.approx([(m * fast + check(m + 1)) / dense for m in range(MOST + 1)])
+    assert {T for rows, T, *_ in ran if rows == 1} >= set(TIMED)
+    assert {layers.stop for *_, layers in ran} == {0, 1}, "not the whole model"
+
+    got, steps, engine = decoded(tiny, cfg, prompts, 30)
     assert got == decoded(tiny, DENSE, prompts, 30)[0]
     assert counted(steps).drafted > 0
-    assert max(did.drafted for step in steps for did in step.rows) < cfg.n_evidence
-    got, steps, _ = decoded(tiny, replace(cfg, n_evidence=1), prompts, 10)  # a draft would cost too much
+    clock(monkeypatch, 300, 200, per_cached=3, per_token=10_000)  # a draft would cost too much
+    got, steps, _ = decoded(tiny, cfg, prompts, 10)
     assert not counted(steps).drafted and got == decoded(tiny, DENSE, prompts, 10)[0]
+
+
+def test_measuring_prices_changes_nothing(tiny, monkeypatch):
+    """Keys, values, past, memory and rows stay; it is done once, and again for a longer row."""
+    clock(monkeypatch, 300, 200, per_cached=3)
+    engine = Engine(tiny, replace(EXACT, draft_cost=None), token_text, batch=2, max_length=140, new_tokens=60)
+    for b in range(2):
+        engine.prefill(b, prompt(60 + 20 * b, b))
+    engine.step([3, 4])
+    cache, before = engine.cache, copy.deepcopy((engine.rows, engine.cache.past))
+    held = lambda: [
+        x[:, b, :, part]
+        for x in (cache.k, cache.v)
+        for b, row in enumerate(engine.rows)
+        for part in (slice(0, row.memory), slice(cache.cap, cache.cap + row.length))
+    ]
+    was = [x.clone() for x in held()]
+    speculation = Speculation(engine, GREEDY)
+    first = speculation.prices(0)
+    assert all(map(torch.equal, held(), was))
+    assert engine.rows == before[0] and torch.equal(cache.past, before[1])
+    assert speculation.prices(0) is first
+    engine.prefill(0, prompt(30, 5))
+    assert speculation.prices(0) is not first and len(speculation.timed) == 2
+    engine.prefill(0, prompt(engine.max_length - engine.rows[0].length - 2, 5))  # no room for long passes
+    assert len(speculation.prices(0)) == MOST + 1
 
 
 def test_a_dense_row_tries_again():
     """Drafts were wrong, so it stays dense; dense steps teach nothing, but let it forget."""
     drafts = Drafts(right=[0.0] * len(SEEN), seen=[5.0] * len(SEEN))
     tries = 0
-    while drafts.should_verify(1, "no", 1.4, 0.3):
+    while drafts.should_verify(1, "no", line(1.4, 0.3)):
         drafts.start_round()
         tries += 1
     assert 20 < tries < 2000
     bad = Drafts()
     for _ in range(2000):  # at this price it never pays
         bad.start_round()
-        assert bad.should_verify(1, "no", 1.4, 1.0)
+        assert bad.should_verify(1, "no", line(1.4, 1.0))
 
 
 @pytest.mark.parametrize("cost", [0.08, 0.2, 0.34, 0.6])
 @pytest.mark.parametrize("chance", [0.5, 0.7, 0.9, 0.97])
 def test_draft_length_is_near_the_best(cost, chance):
     """Drafts all right with one chance: the tokens per cost come near those of the best fixed m."""
-    rng, drafts, base = random.Random(3), Drafts(), PASS_COST["cpu"][0]
+    rng, drafts, base = random.Random(3), Drafts(), 1.35
     made = spent = rounds = 0
     while rounds < 1500:
         drafts.start_round()
-        while not drafts.should_verify(7, "no", base, cost) and len(drafts.fed) < 100:
+        while not drafts.should_verify(7, "no", line(base, cost)):
             drafts.add(1.5)
         m = len(drafts.tokens) - 1
         right = next((i for i in range(m) if rng.random() > chance), m)
@@ -286,14 +351,14 @@ def test_draft_length_is_near_the_best(cost, chance):
         if rounds > 500:
             made, spent = made + right + 1, spent + (base + m * cost if m else 1)
     ratio = lambda m: (1 - chance ** (m + 1)) / (1 - chance) / (base + m * cost if m else 1)
-    assert made / spent > 0.93 * max(map(ratio, range(100)))
+    assert made / spent > 0.93 * max(map(ratio, range(MOST + 1)))
 
 
 def test_what_is_learnt():
     """Drafts before the first wrong one were right, it was wrong, and those after it tell nothing."""
     drafts = Drafts()
     for token, lead in [(5, 0.1), (6, 0.1), (7, 9.0), (8, 1.2), (9, None)]:
-        drafts.should_verify(token, "no", 1.2, 0.1)
+        drafts.should_verify(token, "no", line(1.2, 0.1))
         if lead is not None:
             drafts.add(lead)
     assert drafts.accept([6, 7, 1, 9, 3]) == 2
