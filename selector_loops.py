@@ -22,41 +22,42 @@ def follow_loop(scores, past, first, M, use_past, use_heads, use_followers, slot
     the past, what heads and followers make of it, the N best.  `cuts` are where the candidates are divided.
     """
     n_kv, R = scores.shape[:2]
-    seen, before = scores[:, :, first : first + M], past[:, first : first + M]
     cuts = np.arange(workers + 1) * M // workers
     f, peak = np.empty((n_kv, M), np.float32), np.empty((n_kv, M), np.float32)
     facts, sums = np.empty((3, n_kv, R), np.float32), np.zeros((n_kv, workers), np.float32)
-    share(facts_of_rows, (seen, facts), workers)
+    share(facts_of_rows, (scores, first, M, facts), workers)
     if not np.isfinite(facts[2].sum()):
         return False
-    share(evidence_of_heads, (seen, before, facts, cuts, use_past, f, peak, sums), workers)
-    share(join_heads, (before, cuts, sums, use_past, use_heads, use_followers, f, peak), workers)
+    share(evidence_of_heads, (scores, past, first, facts, cuts, use_past, f, peak, sums), workers)
+    share(join_heads, (past, first, cuts, sums, use_past, use_heads, use_followers, f, peak), workers)
     share(best_of_heads, (f, first, slots), workers)
     return True
 
 
 @part
-def facts_of_rows(scores, facts, worker, workers):
-    """`softmax_facts` of each row of scores (K, R, M) into facts (3, K, R)."""
+def facts_of_rows(scores, first, M, facts, worker, workers):
+    """`softmax_facts` of the M candidates of each row of scores (K, R, width) into facts (3, K, R)."""
     n_kv, R = scores.shape[:2]
     for row in range(worker, n_kv * R, workers):
         h, r = row // R, row % R
-        facts[0, h, r], facts[1, h, r], facts[2, h, r] = softmax_facts(scores[h, r])
+        facts[0, h, r], facts[1, h, r], facts[2, h, r] = softmax_facts(
+            scores[h, r, first : first + M]
+        )
 
 
 @part
-def evidence_of_heads(scores, past, facts, cuts, use_past, f, peak, sums, worker, workers):
+def evidence_of_heads(scores, past, first, facts, cuts, use_past, f, peak, sums, worker, workers):
     """Each head's evidence f and peaks (K, M), the past added, whose sums over each cut go into `sums`."""
     for cut in range(worker, len(cuts) - 1, workers):
         low, high = cuts[cut], cuts[cut + 1]
         for h in range(len(f)):
-            evidence(scores[h, :, low:high], facts[:, h], f[h, low:high], peak[h, low:high])
+            evidence(scores[h], first + low, facts[:, h], f[h, low:high], peak[h, low:high])
             if use_past:
-                sums[h, cut] = add_past(f[h, low:high], past[h, low:high])
+                sums[h, cut] = add_past(f[h, low:high], past[h, first + low : first + high])
 
 
 @part
-def join_heads(past, cuts, sums, use_past, use_heads, use_followers, f, peak, worker, workers):
+def join_heads(past, first, cuts, sums, use_past, use_heads, use_followers, f, peak, worker, workers):
     """Normalise f and keep it in `past`, average it with the mean over heads, let followers count."""
     n_kv = len(f)
     for cut in range(worker, len(cuts) - 1, workers):
@@ -64,17 +65,20 @@ def join_heads(past, cuts, sums, use_past, use_heads, use_followers, f, peak, wo
         if use_past:
             for h in range(n_kv):
                 share_of_sum = ONE / sums[h].sum()
-                for j in range(low, high):
-                    f[h, j] *= share_of_sum
-                    past[h, j] = f[h, j]
+                mine, kept = f[h, low:high], past[h, first + low : first + high]
+                for j in range(len(mine)):
+                    mine[j] *= share_of_sum
+                    kept[j] = mine[j]
         if use_heads:
-            for j in range(low, high):
-                mean = ZERO
-                for h in range(n_kv):
-                    mean += f[h, j]
-                mean *= ONE / np.float32(n_kv)
-                for h in range(n_kv):
-                    f[h, j] = (f[h, j] + mean) * HALF
+            mean = np.zeros(high - low, np.float32)
+            for h in range(n_kv):
+                mine = f[h, low:high]
+                for j in range(len(mean)):
+                    mean[j] += mine[j] * (ONE / np.float32(n_kv))
+            for h in range(n_kv):
+                mine = f[h, low:high]
+                for j in range(len(mean)):
+                    mine[j] = (mine[j] + mean[j]) * HALF
         if use_followers:
             for h in range(n_kv):
                 follow_peaks(f[h], peak[h], low, high)
@@ -101,18 +105,20 @@ def softmax_facts(s):
 
 
 @part
-def evidence(scores, facts, mean, peak):
-    """`selector.evidence` of one head: scores (R, n) and what `softmax_facts` found, (3, R)."""
-    R, n = scores.shape
-    for low in range(0, n, 512):
-        high = min(low + 512, n)
-        mean[low:high], peak[low:high] = 0, 0
+def evidence(scores, first, facts, mean, peak):
+    """`selector.evidence` of one head, mean and peak (n,) of the candidates from `first` on: scores (R, width)
+    and what `softmax_facts` found, (3, R).
+    """
+    R = len(scores)
+    for low in range(0, len(mean), 512):
+        some, most = mean[low : low + 512], peak[low : low + 512]
+        some[:], most[:] = 0, 0
         for r in range(R):
-            s, largest, share = scores[r], facts[0, r], facts[1, r]
-            for j in range(low, high):
+            s, largest, share = scores[r, first + low : first + low + 512], facts[0, r], facts[1, r]
+            for j in range(len(some)):
                 p = exp2((s[j] - largest) * LOG2E) * share
-                mean[j] += p * (ONE / np.float32(R))
-                peak[j] = max(peak[j], p)
+                some[j] += p * (ONE / np.float32(R))
+                most[j] = max(most[j], p)
 
 
 @part
@@ -129,9 +135,18 @@ def add_past(f, past):
 @part
 def follow_peaks(f, peak, low, high):
     """In f[low:high]: at least FOLLOWED times the largest peak of the FOLLOWERS tokens before."""
-    for back in range(1, FOLLOWERS + 1):
-        for j in range(max(low, back), high):
-            f[j] = max(f[j], np.float32(FOLLOWED) * peak[j - back])
+    n, width = high - low + FOLLOWERS, 1
+    most, longer = np.zeros(n, np.float32), np.zeros(n, np.float32)
+    known = min(low, FOLLOWERS)
+    most[FOLLOWERS - known :] = peak[low - known : high]
+    while 2 * width <= FOLLOWERS:  # most[i]: the largest of `width` peaks, the last that of low - FOLLOWERS + i
+        now, earlier, largest = most[width:], most[: n - width], longer[width:]
+        for i in range(len(now)):
+            largest[i] = max(now[i], earlier[i])
+        most, longer, width = longer, most, 2 * width
+    mine, late, early = f[low:high], most[FOLLOWERS - 1 :], most[width - 1 :]
+    for j in range(len(mine)):
+        mine[j] = max(mine[j], np.float32(FOLLOWED) * max(late[j], early[j]))
 
 
 @part
@@ -143,11 +158,14 @@ def top_n(bits, out):
     threshold, beyond = np.int32(0), np.int32(0x7F800001)  # the N-th largest is in [threshold, beyond)
     while beyond - threshold > 1:
         middle = np.int32(threshold + (beyond - threshold) // 2)
-        if count_from(bits, middle) >= N:
+        n = count_from(bits, middle)
+        if n >= N:
             threshold = middle
         else:
             beyond = middle
-    left, n = N - count_from(bits, beyond), 0  # for those that equal it
+        if n == N:
+            break
+    left, n = N - count_from(bits, threshold + 1), 0  # for those that equal it
     for j in range(len(bits)):
         equal = bits[j] == threshold
         if bits[j] > threshold or (equal and left > 0):
