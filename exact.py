@@ -29,7 +29,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, cycle
 
 import numpy as np
 import torch
@@ -214,46 +214,53 @@ class Speculation:
 def prices(engine, b: int) -> list[float]:
     """What a round of 0, 1, .. MOST drafts of row b costs, in dense steps: m fast steps, and the pass over
     m + 1 tokens that also selects.  A row shares fast and dense steps with its batch.
-
-    Measured, the least of three times each: on a CPU of one layer and of the output head, which takes less
-    than a second; where steps are captured, of whole ones.  Changes nothing that the engine knows.
     """
-    cache, config, n = engine.cache, engine.model.config, engine.rows[b].length
+    cfg, n = engine.cfg, engine.rows[b].length
     kinds = ["dense" if row.length < engine.max_length else "ended" for row in engine.rows]
     dense = [engine.plan(i, kind) for i, kind in enumerate(kinds)]
-    memory = engine.cfg.n_sink + engine.cfg.budget + engine.cfg.n_recent
+    memory = cfg.n_sink + cfg.budget + cfg.n_recent
     fast = [plan._replace(start=0, visible=min(memory, plan.visible)) for plan in dense]
-    most = min(engine.cfg.max_interval + 1, engine.max_length - n)  # tokens for which the memory has room
+    most = min(cfg.max_interval + 1, engine.max_length - n)  # tokens for which the memory has room
     sizes = sorted({min(T, most) for T in TIMED})
     checks = [(b, [engine.dense_plan(b, T, "doubt", drafted=T - 1)], T) for T in sizes]
-    passes = [(0, dense, 1), (0, fast, 1), *checks]
-
-    i = next((i for i in range(config.num_hidden_layers) if config.is_sparse(i)), 0)
-    parts = [(slice(i, i + 1), False, config.num_hidden_layers), (slice(0, 0), True, 1)]
-    if engine.capture:
-        parts = [(slice(None), True, 1)]
-    known = [row.tokens[-sizes[-1] :] for row in engine.rows]  # fed again: experts are chosen as in the text
-    touched = [cache.past[parts[0][0], b], *(x[parts[0][0], b, :, : cache.cap] for x in (cache.k, cache.v))]
-    kept = [x.clone() for x in touched]
-    least, began = [[math.inf] * len(parts) for _ in passes], time.perf_counter()
-    for turn in range(3):
-        for (first, plans, T), times in zip(passes, least, strict=True):
-            fed = [(row * T)[-T:] for row in known[first : first + len(plans)]]
-            for j, (layers, head, _) in enumerate(parts):
-                work = partial(engine.run, first, fed, plans, T * head, layers)
-                times[j] = min(times[j], seconds(work, engine.model.device))
-        if turn and time.perf_counter() - began > 0.5:
-            break
-    cache.schedule.wait_for_all()
-    for x, was in zip(touched, kept, strict=True):
-        x.copy_(was)
-    times = [sum(t * part[-1] for t, part in zip(times, parts, strict=True)) for times in least]
-    step, draft = (t / kinds.count("dense") for t in times[:2])
-    check = np.maximum.accumulate(times[2:])
+    step, draft, *check = pass_seconds(engine, b, [(0, dense, 1), (0, fast, 1), *checks])
+    step, draft = step / kinds.count("dense"), draft / kinds.count("dense")
+    check = np.maximum.accumulate(check)
     slope = (check[-1] - check[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else check[0]
     check, sizes = [*check, check[-1] + slope * (MOST + 1 - sizes[-1])], [*sizes, MOST + 1]
     m = np.arange(MOST + 1)
     return ((m * draft + np.interp(m + 1, sizes, check)) / step).tolist()
+
+
+def pass_seconds(engine, b: int, passes: list) -> list[float]:
+    """Seconds of each of some passes (first row, what its rows do, tokens), the least of several times.
+
+    Where steps are captured, of the whole model; else the head and a layer are timed, so that it takes less
+    than a second: each time another layer, which no cache of the processor holds.  All is put back as it was.
+    """
+    cache, config, device = engine.cache, engine.model.config, engine.model.device
+    L, whole = config.num_hidden_layers, engine.capture is not None
+    layers = cycle([i for i in range(L) if config.is_sparse(i)] or range(L))
+    least, heads, began = [math.inf] * len(passes), {}, time.perf_counter()
+    for _ in range(6):
+        for j, (first, plans, T) in enumerate(passes):
+            i, size = next(layers), (len(plans), T)
+            some = slice(None) if whole else slice(i, i + 1)
+            touched = [cache.past[some, b], *(x[some, b, :, : cache.cap] for x in (cache.k, cache.v))]
+            kept = [x.clone() for x in touched]
+            fed = [(row.tokens[-T:] * T)[-T:] for row in engine.rows[first : first + len(plans)]]
+            work = partial(engine.run, first, fed, plans, T * whole, some)
+            least[j] = min(least[j], seconds(work, device))
+            if size not in heads:
+                work = partial(engine.run, first, fed, plans, T, slice(0, 0))
+                heads[size] = 0.0 if whole else seconds(work, device)
+            cache.schedule.wait_for_all()
+            for x, was in zip(touched, kept, strict=True):
+                x.copy_(was)
+        if time.perf_counter() - began > 0.6:
+            break
+    heads = [heads[len(plans), T] for _, plans, T in passes]
+    return [(1 if whole else L) * t + head for t, head in zip(least, heads, strict=True)]
 
 
 def seconds(work, device: torch.device) -> float:

@@ -40,9 +40,7 @@ def facts_of_rows(scores, first, M, facts, worker, workers):
     n_kv, R = scores.shape[:2]
     for row in range(worker, n_kv * R, workers):
         h, r = row // R, row % R
-        facts[0, h, r], facts[1, h, r], facts[2, h, r] = softmax_facts(
-            scores[h, r, first : first + M]
-        )
+        facts[0, h, r], facts[1, h, r], facts[2, h, r] = softmax_facts(scores[h, r, first : first + M])
 
 
 @part
@@ -106,8 +104,8 @@ def softmax_facts(s):
 
 @part
 def evidence(scores, first, facts, mean, peak):
-    """`selector.evidence` of one head, mean and peak (n,) of the candidates from `first` on: scores (R, width)
-    and what `softmax_facts` found, (3, R).
+    """`selector.evidence` of one head's candidates from `first` on, mean and peak (n,); scores (R, width) and
+    what `softmax_facts` found, (3, R).
     """
     R = len(scores)
     for low in range(0, len(mean), 512):
@@ -139,7 +137,9 @@ def follow_peaks(f, peak, low, high):
     most, longer = np.zeros(n, np.float32), np.zeros(n, np.float32)
     known = min(low, FOLLOWERS)
     most[FOLLOWERS - known :] = peak[low - known : high]
-    while 2 * width <= FOLLOWERS:  # most[i]: the largest of `width` peaks, the last that of low - FOLLOWERS + i
+    while (
+        2 * width <= FOLLOWERS
+    ):  # most[i]: the largest of `width` peaks, the last that of low - FOLLOWERS + i
         now, earlier, largest = most[width:], most[: n - width], longer[width:]
         for i in range(len(now)):
             largest[i] = max(now[i], earlier[i])

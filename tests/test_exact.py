@@ -267,11 +267,11 @@ def test_nothing_is_drafted_where_it_cannot_pay(tiny, monkeypatch):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_prices(tiny, monkeypatch, batch):
-    """A batch shares the weights of fast and dense steps; a pass over drafts grows with its tokens.  Of three
+    """A batch shares the weights of fast and dense steps; a pass over drafts grows with its tokens.  Of all
     times the least counts, so a disturbed clock changes nothing; and at these prices a long row drafts.
     """
-    shocks = (50.0, 0.0, 7.0)  # turn by turn; a turn has 6 passes, each of a layer and the head
-    ran = clock(monkeypatch, 300, 200, 3, 5, noise=lambda: shocks[(len(ran) - 1) // 12 % 3])
+    shock = lambda: 50.0 * (ran[-1][-1].stop > 0 and len(ran) < 11)  # layers, the first time
+    ran = clock(monkeypatch, 300, 200, 3, 5, noise=shock)
     cfg = replace(EXACT, draft_cost=None, max_interval=24)
     prompts = [prompt(400, i) for i in range(batch)]
     engine = Engine(tiny, cfg, token_text, batch=batch, max_length=440, new_tokens=40)
@@ -284,7 +284,7 @@ def test_prices(tiny, monkeypatch, batch):
     check = lambda T: layers * (300 + 3 * (400 + T) + 5 * T) + 200
     assert found == pytest.approx([(m * fast + check(m + 1)) / dense for m in range(MOST + 1)])
     assert {T for rows, T, *_ in ran if rows == 1} >= set(TIMED)
-    assert {layers.stop for *_, layers in ran} == {0, 1}, "not the whole model"
+    assert {(layers.start, layers.stop) for *_, layers in ran} == {(0, 0), (0, 1), (1, 2)}, "one at a time"
 
     got, steps, engine = decoded(tiny, cfg, prompts, 30)
     assert got == decoded(tiny, DENSE, prompts, 30)[0]
